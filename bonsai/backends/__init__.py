@@ -1,0 +1,144 @@
+"""What a backend is, which ones exist, and which can run here.
+
+Knows names and how to import a backend when it is asked for. Does not know text: above this line are
+`generate` and `chat`, below it ids and weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from bonsai.errors import BackendUnavailable, BonsaiError
+from bonsai.format import Checkpoint
+from bonsai.sampling import Sampling
+
+__all__ = ["NAMES", "Backend", "Engine", "Progress", "Session", "get", "select", "status"]
+
+NAMES = ("cpu", "reference")
+"""Every backend in the package. "auto" takes the first that works, and never "reference"."""
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total): called from the thread that works, often, cheaply."""
+
+
+class Session(Protocol):
+    """One conversation on one backend: ids in, ids out. Not shareable between threads.
+
+    `tokens` lists the ids that the state holds. The last ids may be pending (held but not computed
+    yet); nobody can tell the difference, since every method that needs them computes them first.
+    """
+
+    max_context: int
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> None:
+        """Append ids to the state. Raises ContextOverflow, before computing, if they do not fit."""
+        ...
+
+    def logits(self) -> np.ndarray:
+        """Logits after the last token, float32 [vocab]; -inf for ids that the tokenizer lacks."""
+        ...
+
+    def decode(self, sampling: Sampling) -> Iterator[int]:
+        """Yield sampled ids until the context is full. When an id is yielded, `tokens` ends with it.
+
+        Closing the iterator stops the work. Raises NumericError when the logits are not finite.
+        """
+        ...
+
+    def rewind(self, length: int) -> int:
+        """Forget all but the first tokens; returns how many stay, at most `length`.
+
+        A state that can be cut keeps exactly `length`; one that cannot goes back to a point it kept.
+        """
+        ...
+
+    def snapshot(self) -> Any:
+        """An opaque copy of the state, for `restore`."""
+        ...
+
+    def restore(self, snapshot: Any) -> None: ...
+
+    def close(self) -> None:
+        """Free the state; every later call raises."""
+        ...
+
+
+class Engine(Protocol):
+    """The weights of one checkpoint on one backend; shareable."""
+
+    description: str
+    """Where it runs, for people: "cpu: avx2, 2 threads"."""
+    context: int
+    """Tokens the model was made for."""
+    vocab: int
+    """Rows of the output head; may exceed the tokenizer's ids."""
+    bytes_per_token: int
+    """Weight bytes that one decoded token reads."""
+
+    def session(self, max_context: int, valid_ids: int) -> Session:
+        """A fresh session. Ids at or above `valid_ids` are never sampled."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to run models. `backends/<name>/__init__.py` exposes one as `BACKEND`."""
+
+    name: str
+
+    def status(self) -> str:
+        """What it would run on here ("avx2, 2 threads"); raises BackendUnavailable saying why not."""
+        ...
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> Engine:
+        """The checkpoint's weights, ready to run."""
+        ...
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, imported now. Raises BackendUnavailable where it cannot run."""
+    if name not in NAMES:
+        raise BackendUnavailable(
+            f"no backend is called '{name}'", hint=f"one of: auto, {', '.join(NAMES)}"
+        )
+    try:
+        backend: Backend = importlib.import_module(f"bonsai.backends.{name}").BACKEND
+    except ImportError as error:
+        raise BackendUnavailable(f"backend '{name}' cannot be imported: {error}") from error
+    backend.status()
+    return backend
+
+
+def select(name: str = "auto") -> Backend:
+    """The named backend, or for "auto" the first that works here."""
+    if name != "auto":
+        return get(name)
+    reasons = []
+    for candidate in NAMES:
+        if candidate == "reference":
+            continue
+        try:
+            return get(candidate)
+        except BackendUnavailable as error:
+            reasons.append(f"{candidate}: {error}")
+    raise BackendUnavailable(
+        f"no backend can run here ({'; '.join(reasons)})",
+        hint="reinstall bonsai-lm, or --backend reference to see it work, slowly",
+    )
+
+
+def status() -> dict[str, str]:
+    """Each backend and what it would run on, or "unavailable: why"."""
+    found = {}
+    for name in NAMES:
+        try:
+            found[name] = get(name).status()
+        except BonsaiError as error:
+            found[name] = f"unavailable: {error}"
+    return found
