@@ -1,0 +1,37 @@
+"""The reference backend: NumPy, the meaning of every op, and an oracle for all other backends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bonsai import models
+from bonsai.backends import Progress
+from bonsai.backends.eager import EagerEngine
+from bonsai.backends.reference.ops import ReferenceOps
+from bonsai.backends.reference.state import KVState
+from bonsai.format import Checkpoint
+
+__all__ = ["BACKEND", "ReferenceBackend"]
+
+
+class ReferenceBackend:
+    """`bonsai.backends.Backend` on NumPy."""
+
+    name = "reference"
+
+    def status(self) -> str:
+        return f"NumPy {np.__version__}, float32, slow"
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> EagerEngine:
+        """The checkpoint's weights, where they lie: files stay mapped until the engine is dropped."""
+        ops = ReferenceOps()
+        model = models.load(checkpoint, ops, progress)
+        cfg = model.config
+
+        def new_state(max_context: int) -> KVState:
+            return KVState(cfg.layers, cfg.kv_heads, cfg.head_dim, max_context)
+
+        return EagerEngine(model, ops, new_state, f"reference: {self.status()}")
+
+
+BACKEND = ReferenceBackend()

@@ -1,0 +1,267 @@
+"""Engine and session of the backends that compute at once (reference, cpu): ids in, ids out.
+
+Knows when something is computed: chunks of a prompt, one token at a time, what is still pending. Does
+not know how: that is `models` over `ops` and a state. Does not know text. Arrays here are NumPy's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from bonsai.backends import Progress
+from bonsai.backends.ops import Array, Ops
+from bonsai.errors import ContextOverflow, InvalidRequest, NumericError
+from bonsai.models import Model
+from bonsai.sampling import Sampling
+
+__all__ = ["EagerEngine", "EagerSession", "State"]
+
+CHUNK = 512
+"""Rows of one forward in prefill: enough to use a matrix product, few enough to bound activations."""
+
+
+class State(Protocol):
+    """The memory of one conversation: rows [0, position). Layouts and types are the backend's."""
+
+    position: int
+    bytes_per_token: int
+
+    def advance(self, count: int) -> None:
+        """The last `count` rows that a forward appended are now held.
+
+        Until then a forward may be run again: it appends at `position`.
+        """
+        ...
+
+    def cut(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        ...
+
+    def save(self) -> Any:
+        """A copy of the rows held, for `load` of any state of the same model, any number of times."""
+        ...
+
+    def load(self, saved: Any) -> None:
+        """Hold what was saved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What `EagerSession.snapshot` returns; opaque to everyone else."""
+
+    tokens: tuple[int, ...]
+    state: Any = field(repr=False)
+    last: Array | None = field(repr=False)
+    engine: EagerEngine = field(repr=False)
+
+
+class EagerEngine:
+    """A model on ops that compute at once; makes sessions over states from `new_state`.
+
+    `new_state(max_context)` must not allocate for all of max_context, which may be huge.
+    `chunk` is the number of prompt rows in one forward; the result does not depend on it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        new_state: Callable[[int], State],
+        description: str,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.model = model
+        self.ops = ops
+        self.new_state = new_state
+        self.description = description
+        self.chunk = chunk
+        self.context: int = model.config.context
+        self.vocab: int = model.config.vocab
+        self.bytes_per_token: int = model.weights.bytes_per_token
+
+    def session(self, max_context: int, valid_ids: int) -> EagerSession:
+        """A fresh session. Ids at or above `valid_ids` are never sampled."""
+        for name, value in (("max_context", max_context), ("valid_ids", valid_ids)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(f"{name} is {value!r}, expected a whole number above 0")
+        return EagerSession(self, max_context, valid_ids)
+
+
+class EagerSession:
+    """`bonsai.backends.Session`: the ids beyond `state.position` are pending, not yet computed."""
+
+    def __init__(self, engine: EagerEngine, max_context: int, valid_ids: int) -> None:
+        self.max_context = max_context
+        self._engine = engine
+        self._valid_ids = valid_ids
+        self._tokens: list[int] = []
+        self._seen: set[int] = set()
+        self._open_state: State | None = engine.new_state(max_context)
+        self._last: Array | None = None  # hidden row [1, hidden] of the last computed token
+
+    def __enter__(self) -> EagerSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids held, pending ones included. A copy."""
+        self._state()
+        return tuple(self._tokens)
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> None:
+        """Append ids and compute everything pending; progress("prefill", rows done, rows).
+
+        Raises ContextOverflow or InvalidRequest before anything changes. If it is interrupted
+        later, the ids are held and the uncomputed ones pending.
+        """
+        self._state()
+        new = self._checked(ids)
+        self._check_room(len(self._tokens) + len(new))
+        self._seen.update(new)
+        self._tokens += new
+        self._compute(progress)
+
+    def logits(self) -> np.ndarray:
+        """Logits after the last token, float32 [vocab]; -inf for ids at or above `valid_ids`.
+
+        Raises NumericError when the model's own logits are not finite.
+        """
+        state = self._state()
+        if not self._tokens:
+            raise InvalidRequest("there is nothing to continue: the session holds no tokens")
+        if state.position == len(self._tokens) and self._last is None:
+            state.cut(len(self._tokens) - 1)  # after a rewind: its hidden row is not kept
+        self._compute(None)
+        with np.errstate(over="ignore", invalid="ignore"):
+            row = self._engine.model.weights.head(self._last)
+        logits = np.array(row, dtype=np.float32).reshape(-1)
+        if not np.isfinite(logits).all():
+            bad = logits.size - int(np.isfinite(logits).sum())
+            raise NumericError(
+                f"the model computed {bad} of {logits.size} logits that are not finite "
+                f"after {len(self._tokens)} tokens",
+                hint="the weights may be damaged: bonsai verify; or try --backend reference",
+            )
+        logits[self._valid_ids :] = -np.inf
+        return logits
+
+    def decode(self, sampling: Sampling) -> Iterator[int]:
+        """Yield sampled ids until the context is full; each is computed when the next is asked for.
+
+        Closing the iterator leaves the session as it was after the last id that came out.
+        """
+        self._state()
+        return self._decode(sampling)
+
+    def _decode(self, sampling: Sampling) -> Iterator[int]:
+        for uniform in sampling.uniforms():
+            if len(self._tokens) >= self.max_context:
+                return
+            logits = self.logits()
+            token = self._engine.ops.sample(logits, sampling, self._history(sampling), uniform)
+            self._seen.add(token)
+            self._tokens.append(token)
+            yield token
+
+    def rewind(self, length: int) -> int:
+        """Forget all but the first `length` tokens; returns how many stay."""
+        state = self._state()
+        if length < 0:
+            raise InvalidRequest(f"rewind to {length} tokens: expected 0 or more")
+        if length < len(self._tokens):
+            if length < state.position:
+                self._last = None
+                state.cut(length)
+            del self._tokens[length:]
+            self._seen = set(self._tokens)
+        return len(self._tokens)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the state, which `restore` of any session of the same engine takes."""
+        return Snapshot(tuple(self._tokens), self._state().save(), self._last, self._engine)
+
+    def restore(self, snapshot: Any) -> None:
+        """Hold what the snapshot holds; a snapshot can be restored any number of times."""
+        state = self._state()
+        if not isinstance(snapshot, Snapshot) or snapshot.engine is not self._engine:
+            raise InvalidRequest("restore: this is not a snapshot of a session of the same model")
+        self._check_room(len(snapshot.tokens))
+        self._last = None
+        self._tokens = list(snapshot.tokens)
+        state.load(snapshot.state)
+        self._seen = set(snapshot.tokens)
+        self._last = snapshot.last
+
+    def close(self) -> None:
+        """Free the state; every later call but `close` raises InvalidRequest."""
+        self._open_state = None
+        self._last = None
+
+    def _state(self) -> State:
+        if self._open_state is None:
+            raise InvalidRequest("the session is closed")
+        return self._open_state
+
+    def _compute(self, progress: Progress | None) -> None:
+        """Run the pending ids, a chunk at a time, and keep the hidden row of the last."""
+        state, engine = self._state(), self._engine
+        start = state.position
+        total = len(self._tokens) - start
+        while state.position < len(self._tokens):
+            chunk = self._tokens[state.position : state.position + engine.chunk]
+            ids = np.array(chunk, dtype=np.int32)
+            with np.errstate(over="ignore", invalid="ignore"):  # `logits` reports what it led to
+                rows = engine.model.forward(engine.ops, ids, state)
+            self._last = None  # an interrupt between the next two lines must not leave an old row
+            state.advance(len(chunk))
+            self._last = rows[-1:].copy()  # not a view that keeps the whole chunk alive
+            if progress is not None:
+                progress("prefill", state.position - start, total)
+
+    def _history(self, sampling: Sampling) -> np.ndarray:
+        """The distinct ids held, int64, sorted; empty where the sampling does not look at them."""
+        if sampling.repetition_penalty == 1.0:
+            return np.empty(0, np.int64)
+        return np.sort(np.fromiter(self._seen, np.int64, len(self._seen)))
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """The ids as ints, each a row of the table."""
+        checked = []
+        for token in ids:
+            try:
+                number = -1 if isinstance(token, (bool, np.bool_)) else operator.index(token)
+            except TypeError:
+                number = -1
+            if not 0 <= number < self._engine.vocab:
+                raise InvalidRequest(
+                    f"token id {token!r} is not one of the model's (0 to {self._engine.vocab - 1})",
+                    hint="the tokenizer and the weights may belong to different models",
+                )
+            checked.append(number)
+        return checked
+
+    def _check_room(self, total: int) -> None:
+        if total <= self.max_context:
+            return
+        made_for = self._engine.context
+        hint = f"shorten it: the model was made for {made_for:,} tokens"
+        if total <= made_for:
+            roomy = min(2 ** (total - 1).bit_length(), made_for)
+            more = (roomy - self.max_context) * self._state().bytes_per_token
+            hint = f"--max-context {roomy} (needs about {_size(more)} more)"
+        raise ContextOverflow(
+            f"prompt has {total:,} tokens, max_context is {self.max_context:,}", hint=hint
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,74 @@
+"""The memory of one conversation on the reference backend: keys and values in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+__all__ = ["KVState", "SavedKV"]
+
+BLOCK = 256
+"""Tokens by which the arrays grow at least; a context of any size costs nothing until it is used."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedKV:
+    """A copy of the first `position` rows of every layer."""
+
+    position: int
+    keys: tuple[np.ndarray, ...] = field(repr=False)
+    values: tuple[np.ndarray, ...] = field(repr=False)
+
+
+class KVState:
+    """Rows [0, position) of keys and values [S, Hkv, D] per layer, in arrays that grow.
+
+    `append` writes at `position` and does not move it, so that every layer of one forward sees the
+    same positions, and a forward that was interrupted can be run again.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, max_context: int) -> None:
+        self.position = 0
+        self.bytes_per_token = 2 * layers * kv_heads * head_dim * 4  # keys and values, float32
+        self._max_context = max_context
+        empty = np.empty((0, kv_heads, head_dim), np.float32)
+        self._keys = [empty] * layers
+        self._values = [empty] * layers
+
+    def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Store k, v [T, Hkv, D] after the rows held; all rows of the layer, [position + T, ...]."""
+        end = self.position + len(k)
+        assert end <= self._max_context
+        if end > len(self._keys[layer]):
+            self._keys[layer] = self._grown(self._keys[layer], end)
+            self._values[layer] = self._grown(self._values[layer], end)
+        self._keys[layer][self.position : end] = k
+        self._values[layer][self.position : end] = v
+        return self._keys[layer][:end], self._values[layer][:end]
+
+    def advance(self, count: int) -> None:
+        """The last `count` rows that every layer appended are now held."""
+        self.position += count
+
+    def cut(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        self.position = min(self.position, length)
+
+    def save(self) -> SavedKV:
+        keys = tuple(a[: self.position].copy() for a in self._keys)
+        values = tuple(a[: self.position].copy() for a in self._values)
+        return SavedKV(self.position, keys, values)
+
+    def load(self, saved: SavedKV) -> None:
+        """Become what was saved, which stays as it is."""
+        self._keys = [a.copy() for a in saved.keys]
+        self._values = [a.copy() for a in saved.values]
+        self.position = saved.position
+
+    def _grown(self, array: np.ndarray, rows: int) -> np.ndarray:
+        """A copy with room for `rows`, and half as much again, in whole blocks."""
+        wanted = -(-max(rows, len(array) * 3 // 2) // BLOCK) * BLOCK
+        bigger = np.empty((min(wanted, self._max_context), *array.shape[1:]), array.dtype)
+        bigger[: self.position] = array[: self.position]
+        return bigger
