@@ -1,4 +1,4 @@
-"""What a backend is, which ones exist, and which can run here.
+"""What a backend is, which ones exist, and which can run here. `bonsai.backends()` is `status()`.
 
 Knows names and how to import a backend when it is asked for. Does not know text: above this line are
 `generate` and `chat`, below it ids and weights.
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bonsai.callable_module import make_callable
 from bonsai.errors import BackendUnavailable, BonsaiError
 from bonsai.format import Checkpoint
 from bonsai.sampling import Sampling
@@ -142,3 +143,6 @@ def status() -> dict[str, str]:
         except BonsaiError as error:
             found[name] = f"unavailable: {error}"
     return found
+
+
+make_callable(__name__, "status")

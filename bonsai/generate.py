@@ -1,0 +1,338 @@
+"""A model ready to talk: from a name to weights on a backend, from a prompt to a reply.
+
+Knows what a user may ask for, and checks all of it before anything is computed. Does not know how a
+reply unfolds (`reply`), what a conversation remembers (`chat`) or any backend by name.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bonsai import backends, hub
+from bonsai.backends import Backend, Engine, Progress, Session
+from bonsai.chat import Chat
+from bonsai.errors import ContextOverflow, FormatError, InvalidRequest
+from bonsai.format import Checkpoint
+from bonsai.reply import Chunk, Completion, Record, Request, Stream, Timings, Usage, run
+from bonsai.sampling import Sampling
+from bonsai.stops import read_stops
+from bonsai.tokenizer import Tokenizer
+
+__all__ = ["DEFAULT_CONTEXT", "Chunk", "Completion", "Model", "Stream", "Timings", "Usage", "load"]
+
+DEFAULT_CONTEXT = 8192  # tokens: a long conversation, in memory that most machines have
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    backend: str | Backend = "auto",
+    max_context: int | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """The model in a directory, or one that was pulled, on a backend that works here.
+
+    `max_context` is how many tokens prompt and reply may have together; by default what the model
+    was made for, but at most 8192. `revision` is the branch, tag or commit of a pulled model.
+    `progress(stage, done, total)` is called while weights are loaded.
+
+    Raises ModelNotFound, FormatError, UnsupportedModel, BackendUnavailable or InvalidRequest.
+    """
+    if max_context is not None:
+        max_context = _count(max_context, "max_context")
+    chosen = backends.select(backend) if isinstance(backend, str) else backend
+    checkpoint = Checkpoint.open(hub.resolve(os.fspath(name_or_path), revision))
+    try:
+        return Model(
+            chosen.load(checkpoint, progress),
+            Tokenizer.open(checkpoint.path),
+            name=os.fspath(name_or_path),
+            sampling=_recommended(checkpoint.manifest.sampling),
+            max_context=max_context,
+            checkpoint=checkpoint,
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+class Model:
+    """Weights and a tokenizer. Shareable: every reply that runs has a session of its own.
+
+    engine       the weights on their backend; `engine.description` says where they run
+    tokenizer    ids <-> text
+    name         what it was loaded as
+    sampling     what replies use when they are not told: the checkpoint's recommended settings,
+                 or greedy where it recommends none. `dataclasses.replace` changes some of them
+    max_context  tokens that prompt and reply may have together
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        name: str = "model",
+        sampling: Sampling | None = None,
+        max_context: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        wanted = DEFAULT_CONTEXT if max_context is None else max_context
+        if max_context is not None and max_context > engine.context:
+            raise InvalidRequest(
+                f"max_context is {max_context:,}, the model was made for {engine.context:,} tokens"
+            )
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+        self.sampling = Sampling.greedy() if sampling is None else sampling
+        self.max_context = min(wanted, engine.context)
+        self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        self._idle: Session | None = None  # kept because a session's memory is large
+        self._lent = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        where = self.engine.description
+        return f"Model({self.name!r}, {where!r}, max_context={self.max_context})"
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        think: bool | None = None,
+        raw: bool = False,
+        progress: Progress | None = None,
+    ) -> Completion:
+        """The reply to `prompt`: a message, or a list of {"role", "content"} messages.
+
+        system      a system message to put first
+        max_tokens  the longest reply; by default what fits into the context, which also ends it
+        stop        strings that end the reply; they are not part of it. Empty ones are ignored
+        sampling    how tokens are chosen; by default the model's own settings (`Model.sampling`)
+        think       the template's thinking switch; None leaves it as the template has it
+        raw         no chat template: the model continues the prompt, which may spell out its
+                    special tokens
+        progress    called as progress("prefill", done, total)
+
+        Raises ContextOverflow or InvalidRequest before anything is computed, and NumericError.
+        """
+        with self.stream(
+            prompt,
+            system=system,
+            max_tokens=max_tokens,
+            stop=stop,
+            sampling=sampling,
+            think=think,
+            raw=raw,
+            progress=progress,
+        ) as stream:
+            for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        think: bool | None = None,
+        raw: bool = False,
+        progress: Progress | None = None,
+    ) -> Stream:
+        """The reply as it comes; the arguments and errors are those of `generate`.
+
+        The work starts with the first piece and stops when the stream is closed or dropped.
+        """
+        if raw:
+            ids = self._encode_raw(prompt, system, think)
+        else:
+            ids = self.encode_messages(_messages(prompt, system), think=think)
+        request = self.request(
+            ids, max_tokens=max_tokens, stop=stop, sampling=sampling, progress=progress
+        )
+        record = Record(len(ids))
+        return Stream(self._reply(request, record), record)
+
+    def chat(self, *, system: str | None = None) -> Chat:
+        """A conversation that remembers its turns."""
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest(f"system is {type(system).__name__}, expected a string")
+        return Chat(self, system=system)
+
+    def session(self) -> Session:
+        """Ids in, ids out: a fresh session, for one thread; close it, or use it in a `with`."""
+        self._check_open()
+        return self.engine.session(self.max_context, min(self.tokenizer.size, self.engine.vocab))
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None
+    ) -> list[int]:
+        """The prompt of a conversation as ids, up to where the reply begins."""
+        if not self.tokenizer.has_chat_template:
+            raise InvalidRequest(
+                f"{self.name} has no chat template",
+                hint="it can only continue text: --raw (in Python: raw=True)",
+            )
+        return self.tokenizer.encode_chat(messages, think=think)
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
+        remedy: str = "shorten the prompt",
+    ) -> Request:
+        """Everything about one reply, checked. `remedy` completes the hint when it does not fit."""
+        self._check_open()
+        if not prompt:
+            raise InvalidRequest("the prompt is empty: there is nothing to reply to")
+        if max(prompt) >= self.engine.vocab:
+            raise FormatError(
+                f"the prompt has token id {max(prompt)}, the model has ids below "
+                f"{self.engine.vocab}",
+                hint="tokenizer and weights come from different models; convert it again",
+            )
+        room = self.max_context - len(prompt)
+        if room < 1:
+            raise ContextOverflow(
+                f"prompt has {len(prompt):,} tokens, max_context is {self.max_context:,}",
+                hint=self._more_context(len(prompt), remedy),
+            )
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise InvalidRequest(f"sampling is {sampling!r:.80}, expected a bonsai.Sampling")
+        limit = room if max_tokens is None else min(room, _count(max_tokens, "max_tokens"))
+        stops = read_stops(stop)
+        chosen = self.sampling if sampling is None else sampling
+        return Request(prompt, limit, stops, chosen, self.tokenizer.eos, progress)
+
+    def close(self) -> None:
+        """Free the weights; replies that still run end first. Later calls raise InvalidRequest."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, None
+            last = self._lent == 0
+        if idle is not None:
+            idle.close()
+        if last:
+            self._release()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode_raw(self, prompt: Any, system: str | None, think: bool | None) -> list[int]:
+        if not isinstance(prompt, str):
+            raise InvalidRequest(f"a raw prompt is {type(prompt).__name__}, expected a string")
+        if system is not None or think is not None:
+            raise InvalidRequest(
+                "a raw prompt has no system message and no thinking switch",
+                hint="write them into the prompt, or leave raw out",
+            )
+        return self.tokenizer.encode(prompt, special=True, add_bos=True)
+
+    def _reply(self, request: Request, record: Record) -> Generator[Chunk, None, None]:
+        with self._lend() as session:
+            session.rewind(0)  # a reply never depends on the replies before it
+            yield from run(session, self.tokenizer.stream_decoder(), request, record)
+
+    @contextmanager
+    def _lend(self) -> Iterator[Session]:
+        """A session for one reply: the idle one, or a new one if others are running."""
+        with self._lock:
+            session, self._idle = self._idle, None
+            self._lent += 1
+        healthy = False
+        try:
+            if session is None:
+                session = self.session()
+            yield session
+            healthy = True
+        except GeneratorExit:
+            healthy = True  # the consumer stopped between two tokens
+            raise
+        finally:
+            self._take_back(session if healthy else None, session)
+
+    def _take_back(self, kept: Session | None, session: Session | None) -> None:
+        with self._lock:
+            self._lent -= 1
+            if kept is not None and self._idle is None and not self._closed:
+                self._idle, session = kept, None
+            last = self._closed and self._lent == 0
+        if session is not None:
+            session.close()
+        if last:
+            self._release()
+
+    def _release(self) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest(f"{self.name} was closed", hint="load it again")
+
+    def _more_context(self, needed: int, remedy: str) -> str:
+        if needed >= self.engine.context:
+            return f"{remedy}: the model was made for {self.engine.context:,} tokens"
+        larger = min(self.engine.context, 1 << needed.bit_length())
+        return f"{remedy}, or --max-context {larger} (in Python: max_context={larger})"
+
+
+def _messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
+    """The messages of a prompt; what is inside each of them is checked by the tokenizer."""
+    if system is not None and not isinstance(system, str):
+        raise InvalidRequest(f"system is {type(system).__name__}, expected a string")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    if isinstance(prompt, str):
+        return [*first, {"role": "user", "content": prompt}]
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):
+        raise InvalidRequest(
+            f"the prompt is {type(prompt).__name__}, expected a string or a list of messages",
+            hint='a message is {"role": "user", "content": "..."}',
+        )
+    if not prompt:
+        raise InvalidRequest("the list of messages is empty")
+    if first and prompt[0].get("role") == "system":
+        raise InvalidRequest("there are two system messages: `system` and the first of the list")
+    return [*first, *prompt]
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InvalidRequest(f"{name} is {value!r:.80}, expected a whole number, 1 or more")
+    return number
+
+
+def _recommended(settings: Mapping[str, Any] | None) -> Sampling | None:
+    """The sampling of a manifest; None where it recommends nothing."""
+    if not settings:
+        return None
+    try:
+        return Sampling(**settings)
+    except (TypeError, InvalidRequest) as error:
+        raise FormatError(f"manifest.json: sampling cannot be used: {error}") from error
