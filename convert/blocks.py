@@ -1,0 +1,169 @@
+"""The block types of GGUF files, and rows of blocks as matrices of our own packings.
+
+Knows the bytes of a block (docs/convert.md lists them). Does not know files or architectures.
+A reader never rounds: what has no exact packing comes back as float32. It does not judge values
+either (code 3, scales that are not finite): `encode` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bonsai import affine
+from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix
+
+__all__ = ["LEGACY_Q2_0", "Q2_0_ID", "TYPES", "BlockType", "supported_types"]
+
+Reader = Callable[[str, np.ndarray, int], Matrix]
+Q2_0_ID = 42
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """`weights` per block of `nbytes`; `read(name, raw, columns)` decodes uint8 [rows, row bytes].
+
+    `packing` is the exact packing of ordinary blocks, "f32" where there is none.
+    """
+
+    id: int
+    name: str
+    weights: int
+    nbytes: int
+    packing: str
+    read: Reader
+
+
+def supported_types() -> str:
+    """For error messages: the names and ids that can be read."""
+    return ", ".join(f"{kind.name} ({kind.id})" for kind in TYPES.values())
+
+
+def _dense(packing: str, dtype: str) -> Reader:
+    def read(name: str, raw: np.ndarray, columns: int) -> Matrix:
+        values = raw.view(dtype)
+        return DenseMatrix(name, packing, (len(values), columns), values)
+
+    return read
+
+
+def _blocks(raw: np.ndarray, nbytes: int) -> np.ndarray:
+    """uint8 [rows, blocks, bytes of a block]."""
+    return raw.reshape(len(raw), -1, nbytes)
+
+
+def _half(part: np.ndarray) -> np.ndarray:
+    """The fp16 value in the two bytes of each block, [rows, blocks]."""
+    return np.ascontiguousarray(part).view("<f2")[:, :, 0]
+
+
+def _read_q2_0(group: int) -> Reader:
+    """d, then codes of 2 bits, lowest first: the codes of a row are a t2 plane as they lie."""
+
+    def read(name: str, raw: np.ndarray, columns: int) -> Matrix:
+        blocks = _blocks(raw, 2 + group // 4)
+        codes = np.ascontiguousarray(blocks[:, :, 2:]).reshape(len(raw), -1)
+        return PackedMatrix(
+            name, "t2", (len(raw), columns), group, codes.view("<u4"), _half(blocks[:, :, :2])
+        )
+
+    return read
+
+
+def _read_tq2_0(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """Two halves of 32 bytes, then d. In a half, bits 2 l of byte m are weight 32 l + m."""
+    blocks = _blocks(raw, 66)
+    halves = blocks[:, :, :64].reshape(len(raw), -1, 2, 1, 32)
+    fields = (halves >> np.array([[0], [2], [4], [6]], np.uint8)) & np.uint8(3)
+    fields = fields.reshape(len(raw), -1, 4)
+    codes = fields[:, :, 0].copy()
+    for i in range(1, 4):
+        codes |= fields[:, :, i] << np.uint8(2 * i)
+    scales = _half(blocks[:, :, 64:])
+    return PackedMatrix(name, "t2", (len(raw), columns), 256, codes.view("<u4"), scales)
+
+
+def _nibbles(part: np.ndarray) -> np.ndarray:
+    """The 32 codes of each block: the low nibbles of 16 bytes, then the high ones."""
+    codes = np.concatenate([part & np.uint8(15), part >> np.uint8(4)], axis=2)
+    return codes.reshape(len(part), -1)
+
+
+def _affine(
+    name: str, packing: str, codes: np.ndarray, scales: np.ndarray, biases: np.ndarray
+) -> PackedMatrix:
+    plane = affine.pack(codes, packing, 32)
+    return PackedMatrix(name, packing, codes.shape, 32, plane, scales, biases)
+
+
+def _read_q4_0(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """(n - 8) d. -8 d is exact in fp16 unless it overflows: then the rows come back as float32."""
+    blocks = _blocks(raw, 18)
+    codes, scales = _nibbles(blocks[:, :, 2:]), _half(blocks[:, :, :2])
+    return _centred(name, "q4", codes, scales, 8)
+
+
+def _read_q4_1(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """n d + m."""
+    blocks = _blocks(raw, 20)
+    codes = _nibbles(blocks[:, :, 4:])
+    return _affine(name, "q4", codes, _half(blocks[:, :, :2]), _half(blocks[:, :, 2:4]))
+
+
+def _read_q8_0(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """q d with a signed byte q, which is the unsigned code q + 128."""
+    blocks = _blocks(raw, 34)
+    codes = (blocks[:, :, 2:] ^ np.uint8(128)).reshape(len(raw), -1)
+    return _centred(name, "q8", codes, _half(blocks[:, :, :2]), 128)
+
+
+def _centred(name: str, packing: str, codes: np.ndarray, scales: np.ndarray, centre: int) -> Matrix:
+    """(code - centre) d: bias -centre d, or float32 where that overflows fp16."""
+    with np.errstate(over="ignore"):
+        biases = scales * np.float16(-centre)
+    if np.isfinite(biases).all() or not np.isfinite(scales).all():
+        return _affine(name, packing, codes, scales, biases)
+    wide = np.repeat(scales.astype(np.float32), 32, axis=1)
+    values = (codes.astype(np.float32) - np.float32(centre)) * wide
+    return DenseMatrix(name, "f32", codes.shape, values)
+
+
+def _read_q6_k(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """256 weights: low nibbles [128], high bit pairs [64], signed scales of 16 weights [16], d.
+
+    Weight 128 h + 32 j + m, j < 4, m < 32: low part = nibble j // 2 of byte 64 h + 32 (j % 2) + m,
+    high part = bits 2 j of byte 32 h + m of the pairs; value = d * scale * (code - 32).
+    """
+    blocks = _blocks(raw, 210)
+    shape = (len(raw), blocks.shape[1])
+    low = blocks[:, :, :128].reshape(*shape, 2, 1, 64)
+    low = (low >> np.array([[0], [4]], np.uint8)) & np.uint8(15)
+    high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32)
+    high = (high >> np.array([[0], [2], [4], [6]], np.uint8)) & np.uint8(3)
+    codes = low.reshape(*shape, 256) | (high.reshape(*shape, 256) << np.uint8(4))
+    scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8).astype(np.float32)
+    scales *= _half(blocks[:, :, 208:]).astype(np.float32)[:, :, None]
+    values = (codes.astype(np.float32) - np.float32(32)).reshape(*shape, 16, 16)
+    values *= scales[:, :, :, None]
+    return DenseMatrix(name, "f32", (len(raw), columns), values.reshape(len(raw), -1))
+
+
+LEGACY_Q2_0 = BlockType(Q2_0_ID, "Q2_0 of 128", 128, 34, "t2", _read_q2_0(128))
+
+TYPES = {
+    kind.id: kind
+    for kind in (
+        BlockType(0, "F32", 1, 4, "f32", _dense("f32", "<f4")),
+        BlockType(1, "F16", 1, 2, "f16", _dense("f16", "<f2")),
+        BlockType(2, "Q4_0", 32, 18, "q4", _read_q4_0),
+        BlockType(3, "Q4_1", 32, 20, "q4", _read_q4_1),
+        BlockType(8, "Q8_0", 32, 34, "q8", _read_q8_0),
+        BlockType(14, "Q6_K", 256, 210, "f32", _read_q6_k),
+        BlockType(30, "BF16", 1, 2, "bf16", _dense("bf16", "<u2")),
+        BlockType(35, "TQ2_0", 256, 66, "t2", _read_tq2_0),
+        BlockType(Q2_0_ID, "Q2_0", 64, 18, "t2", _read_q2_0(64)),
+        BlockType(142, "PQ2_0", 128, 34, "t2", _read_q2_0(128)),
+    )
+}
