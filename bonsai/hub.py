@@ -1,0 +1,287 @@
+"""A name or a path -> a local directory; and the store of models that were pulled.
+
+Knows the names of models and where the store is. Does not fetch (`download`) and does not convert:
+what a repository holds in a foreign format is turned into a checkpoint above this file.
+
+The store is `$HF_HOME/bonsai`. A model lies in `<folder>/<commit>/`, and `<folder>/refs.json` maps
+each branch or tag that was pulled to the commit that it meant then. Nothing here changes unless
+somebody pulls or removes: a model that worked goes on working, and needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bonsai.errors import BonsaiError, FormatError, ModelNotFound
+
+__all__ = [
+    "MANIFEST",
+    "Entry",
+    "Name",
+    "entries",
+    "parse",
+    "publish",
+    "published",
+    "remove",
+    "resolve",
+    "store",
+    "tree_bytes",
+    "workspace",
+]
+
+MANIFEST = "manifest.json"
+DEFAULT_REVISION = "main"
+# What the hub allows in an owner's and in a repository's name; "--" and ".." are refused below.
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(rf"({_PART})/({_PART})")
+_WHEEL = re.compile(rf"pypi:({_PART})")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A model's name, "owner/name" or "pypi:name", and its folder in the store."""
+
+    text: str
+    folder: str
+
+    @property
+    def is_wheel(self) -> bool:
+        return self.text.startswith("pypi:")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model in the store. `refs` are the branches and tags that lead to it."""
+
+    name: str
+    commit: str
+    refs: tuple[str, ...]
+    path: Path
+    nbytes: int
+
+
+def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory of the checkpoint that a path or a name means; never touches the network.
+
+    A directory on this machine wins over a name. Raises ModelNotFound, and FormatError for what
+    is there but first has to be converted.
+    """
+    text = os.fspath(name)
+    path = _existing(text)
+    if path is not None and path.is_dir():
+        return _checkpoint(path)
+    if path is not None:
+        _refuse_file(path)
+    parsed = parse(text)
+    found = published(parsed, revision)
+    if found is None:
+        at = f" at revision '{revision}'" if revision else ""
+        wanted = f" --revision {revision}" if revision else ""
+        raise ModelNotFound(
+            f"'{text}'{at} is not on this machine", hint=f"bonsai models pull {text}{wanted}"
+        )
+    return found
+
+
+def parse(text: str) -> Name:
+    """The name in `text`. Raises ModelNotFound if it is none; no name leads out of the store."""
+    repository, wheel = _REPOSITORY.fullmatch(text), _WHEEL.fullmatch(text)
+    if "--" not in text and ".." not in text:
+        if repository:
+            return Name(text, f"models--{repository[1]}--{repository[2]}")
+        if wheel:
+            return Name(text, f"pypi--{wheel[1]}")
+    raise ModelNotFound(
+        f"no model at '{text}': not a directory here, and not a repository name (owner/name)",
+        hint="bonsai models ls",
+    )
+
+
+def store() -> Path:
+    """The folder of pulled models, `$HF_HOME/bonsai`; it need not exist."""
+    home = os.environ.get("HF_HOME")
+    if not home:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        home = os.path.join(cache, "huggingface")
+    return Path(os.path.expandvars(os.path.expanduser(home))) / "bonsai"
+
+
+def published(name: Name, revision: str | None = None) -> Path | None:
+    """Where that model lies in the store, or None. `revision` is a branch, a tag or a commit."""
+    wanted = revision or DEFAULT_REVISION
+    folder = store() / name.folder
+    commit = _refs(folder).get(wanted, wanted)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", commit):
+        return None
+    path = folder / commit
+    return path if (path / MANIFEST).is_file() else None
+
+
+def publish(name: Name, commit: str, revision: str | None = None) -> Path:
+    """Let `revision` mean `commit`, which lies in the store by now; its path."""
+    folder = store() / name.folder
+    refs = _refs(folder)
+    refs[revision or DEFAULT_REVISION] = commit
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".refs-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(refs, file, indent=1, sort_keys=True)
+    os.replace(temporary, folder / "refs.json")
+    return folder / commit
+
+
+def entries() -> list[Entry]:
+    """Every model in the store, by name and commit."""
+    root = store()
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        name = _name_of(folder)
+        if name is None:
+            continue
+        refs = _refs(folder)
+        for path in sorted(p for p in folder.iterdir() if (p / MANIFEST).is_file()):
+            names = tuple(sorted(ref for ref, commit in refs.items() if commit == path.name))
+            found.append(Entry(name.text, path.name, names, path, tree_bytes(path)))
+    return found
+
+
+def remove(name: Name) -> int:
+    """Delete every revision of a model, and what a broken download left; bytes that were freed."""
+    folders = [store() / name.folder, _workspace(name)]
+    folders = [folder for folder in folders if folder.is_dir()]
+    if not folders:
+        raise ModelNotFound(f"'{name.text}' is not in the store", hint="bonsai models ls")
+    freed = sum(tree_bytes(folder) for folder in folders)
+    for folder in folders:
+        _delete(folder)
+    return freed
+
+
+@contextmanager
+def workspace(
+    name: Name, commit: str, keep_on: tuple[type[BaseException], ...] = ()
+) -> Iterator[Path]:
+    """A folder in the store for the raw files of one commit; afterwards it is gone.
+
+    After an exception of a kind in `keep_on` the files stay, so that the next run goes on from
+    them. Files of another commit are deleted at once.
+    """
+    root = _workspace(name)
+    folder = root / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in root.iterdir():
+        if other != folder:
+            _delete(other)
+    try:
+        yield folder
+    except keep_on:
+        raise
+    except BaseException:
+        _sweep(name)
+        raise
+    _sweep(name)
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; files that vanish meanwhile count as nothing."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            try:
+                total += os.lstat(os.path.join(parent, file)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _existing(text: str) -> Path | None:
+    try:
+        path = Path(text)
+        return path if text and path.exists() else None
+    except (OSError, ValueError):  # too long, NUL or lone surrogates: not a path
+        return None
+
+
+def _checkpoint(path: Path) -> Path:
+    """The directory, if it holds a checkpoint; else an error that says what it holds."""
+    if (path / MANIFEST).is_file():
+        return path
+    gguf = sorted(path.glob("*.gguf"))
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        what, source = "a Hugging Face model", path
+    elif gguf:
+        what, source = "a folder with a GGUF file", gguf[0]
+    else:
+        raise FormatError(
+            f"{path}: no {MANIFEST} in this directory, so it is not a bonsai checkpoint",
+            hint="bonsai models ls",
+        )
+    raise FormatError(
+        f"{path}: {what}, not a bonsai checkpoint", hint=f"bonsai convert {source} OUT"
+    )
+
+
+def _refuse_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    if is_gguf:
+        raise FormatError(
+            f"{path}: a GGUF file, not a bonsai checkpoint", hint=f"bonsai convert {path} OUT"
+        )
+    raise FormatError(
+        f"{path}: a file; a checkpoint is a directory with {MANIFEST}",
+        hint="name the directory; bonsai models ls lists what was pulled",
+    )
+
+
+def _refs(folder: Path) -> dict[str, str]:
+    try:
+        refs = json.loads((folder / "refs.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise BonsaiError(
+            f"{folder / 'refs.json'}: cannot be read: {error}",
+            hint="delete that file and pull the model again",
+        ) from error
+    return {str(ref): str(commit) for ref, commit in refs.items()} if isinstance(refs, dict) else {}
+
+
+def _name_of(folder: Path) -> Name | None:
+    kind, _, rest = folder.name.partition("--")
+    text = {"models": rest.replace("--", "/"), "pypi": f"pypi:{rest}"}.get(kind, "")
+    try:
+        name = parse(text)
+    except ModelNotFound:
+        return None
+    return name if name.folder == folder.name and folder.is_dir() else None
+
+
+def _workspace(name: Name) -> Path:
+    return store() / ".incoming" / name.folder
+
+
+def _sweep(name: Name) -> None:
+    """Delete a workspace, and the folders of the store that are empty without it."""
+    root = _workspace(name)
+    _delete(root)
+    for parent in (root.parent, store() / name.folder, store()):
+        try:
+            parent.rmdir()
+        except OSError:  # not empty, or never made
+            continue
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder of ours; a link is deleted, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
