@@ -1,7 +1,7 @@
-"""A plain forward pass in float64 over whole dequantized matrices: what every backend is held against.
+"""A plain float64 forward pass over dequantized matrices: what every backend is held against.
 
 Written from the formulas, apart from the package: it shares no arithmetic with `bonsai.ternary`,
-`bonsai.affine`, `bonsai.config` or the reference ops. One pass over all tokens, no cache, no blocks.
+`bonsai.affine`, `bonsai.config` or the reference ops. One pass over all tokens, no cache.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _sigmoid(a: np.ndarray) -> np.ndarray:
 
 
 def dequantized(matrix: Matrix) -> np.ndarray:
-    """The matrix in the original basis, float64 [out, in]: what multiplies an untransformed input."""
+    """The matrix in the original basis, float64 [out, in]: it multiplies an untransformed input."""
     stored = stored_values(matrix)
     if matrix.transform is None:
         return stored
@@ -135,7 +135,7 @@ def _b1(codes: np.ndarray, column: np.ndarray, group: int) -> np.ndarray:
 
 
 def _t5(codes: np.ndarray, column: np.ndarray, group: int) -> np.ndarray:
-    """Three stages of n bytes; digit d (of 3^4, 3^3, ...) of byte b is element d n + b of its stage."""
+    """Three stages of n bytes; digit d (of 3^4, 3^3, ...) of byte b is element d n + b there."""
     inside, n8, n16 = column % group, group // 8, group // 16
     ends = (5 * n8, 5 * n8 + 5 * n16)
     stage = (inside >= ends[0]).astype(int) + (inside >= ends[1])

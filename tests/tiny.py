@@ -57,7 +57,7 @@ class Weights:
     vectors: dict[str, np.ndarray]
 
 
-def write(out: Path, spec: Tiny = Tiny(), files: dict[str, bytes] | None = None) -> Path:  # noqa: B008
+def write(out: Path, spec: Tiny = Tiny(), files: dict[str, bytes] | None = None) -> Path:
     """A checkpoint folder of `spec`, with `files` (a tokenizer, say) in it."""
     return save(out, spec, weights(spec), files)
 

@@ -1,7 +1,7 @@
 """Engine and session of the backends that compute at once (reference, cpu): ids in, ids out.
 
-Knows when something is computed: chunks of a prompt, one token at a time, what is still pending. Does
-not know how: that is `models` over `ops` and a state. Does not know text. Arrays here are NumPy's.
+Knows when something is computed: chunks of a prompt, one token at a time, what is still pending.
+Does not know how: that is `models` over `ops` and a state; nor text. Arrays here are NumPy's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bonsai.sampling import Sampling
 __all__ = ["EagerEngine", "EagerSession", "State"]
 
 CHUNK = 512
-"""Rows of one forward in prefill: enough to use a matrix product, few enough to bound activations."""
+"""Rows of one forward in prefill: enough for matrix products, few enough to bound activations."""
 
 
 class State(Protocol):
@@ -43,7 +43,7 @@ class State(Protocol):
         ...
 
     def save(self) -> Any:
-        """A copy of the rows held, for `load` of any state of the same model, any number of times."""
+        """A copy of the rows held, which any state of the same model can `load`, many times."""
         ...
 
     def load(self, saved: Any) -> None:

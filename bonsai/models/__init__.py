@@ -1,7 +1,7 @@
 """The architectures we run, by name, and how a checkpoint becomes a model on some `ops`.
 
-Knows which file of this folder belongs to which name. Does not know any backend: whoever calls `load`
-brings the ops.
+Knows which file of this folder belongs to which name. Does not know any backend: whoever calls
+`load` brings the ops.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def architecture(name: str) -> Architecture:
         raise UnsupportedModel(
             f"architecture {name} is not supported; supported: {', '.join(NAMES)}"
         )
-    module: Any = importlib.import_module(f"bonsai.models.{name}")
+    module: Architecture = importlib.import_module(f"bonsai.models.{name}")
     return module
 
 

@@ -144,8 +144,8 @@ def load(
 ) -> Weights:
     """The weights as `ops` keeps them; progress counts blocks.
 
-    Raises FormatError naming the tensor when one is missing, has another shape than the config says,
-    or is read by nobody.
+    Raises FormatError naming the tensor when one is missing, has another shape than the config
+    says, or is read by nobody.
     """
     _check_head(checkpoint, cfg)
     reader = _Reader(checkpoint, ops)

@@ -1,4 +1,4 @@
-"""Llama and everything of its shape: SmolLM2, Falcon3, Falcon-E, TriLM. The plain shared decoder."""
+"""Llama and all of its shape (SmolLM2, Falcon3, Falcon-E, TriLM): the plain shared decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: the shared decoder with an RMS norm over each query and key head before the rotation."""
+"""Qwen3, dense: the shared decoder with query and key heads normalised before the rotation."""
 
 from __future__ import annotations
 

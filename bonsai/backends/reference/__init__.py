@@ -23,7 +23,7 @@ class ReferenceBackend:
         return f"NumPy {np.__version__}, float32, slow"
 
     def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> EagerEngine:
-        """The checkpoint's weights, where they lie: files stay mapped until the engine is dropped."""
+        """The checkpoint's weights, where they lie: its files stay mapped."""
         ops = ReferenceOps()
         model = models.load(checkpoint, ops, progress)
         cfg = model.config

@@ -1,7 +1,7 @@
 """The meaning of every op in NumPy: float32 values, formulas as the docstrings have them.
 
-Small and obviously right; what other backends are compared with. Never fast. Weights stay as they lie
-in the checkpoint and are dequantized block by block on every use, so memory stays that of the file.
+Small and obviously right; what other backends are compared with. Never fast. Weights stay as they
+lie in the checkpoint and are dequantized block by block on every use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ReferenceOps:
     def rms_norm(self, x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
         """y = x / sqrt(mean(x^2) + eps) * gain, the mean over the last axis and in float64."""
         mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-        return (x / np.sqrt(mean + eps) * gain).astype(np.float32)
+        y: np.ndarray = (x / np.sqrt(mean + eps) * gain).astype(np.float32)
+        return y
 
     def rope(self, x: np.ndarray, state: KVState, spec: RopeSpec) -> np.ndarray:
         """Rotate the pairs (x[i], x[i + n/2]), n = spec.dims, by position * frequency[i].
@@ -91,7 +92,8 @@ class ReferenceOps:
         """[T, 2 n] -> silu(a) * b for a, b = the first and the last n; silu(a) = a / (1 + e^-a)."""
         gate, up = np.split(gate_up, 2, axis=-1)
         with np.errstate(over="ignore"):  # e^-a is inf for a below -88, and silu(a) is then -0
-            return gate / (1 + np.exp(-gate)) * up
+            y: np.ndarray = gate / (1 + np.exp(-gate)) * up
+            return y
 
     def sample(
         self, logits: np.ndarray, sampling: Sampling, seen: np.ndarray, uniform: float

@@ -9,7 +9,7 @@ import numpy as np
 __all__ = ["KVState", "SavedKV"]
 
 BLOCK = 256
-"""Tokens by which the arrays grow at least; a context of any size costs nothing until it is used."""
+"""Tokens by which the arrays grow at least: a huge context costs nothing until it is used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class KVState:
         self._values = [empty] * layers
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Store k, v [T, Hkv, D] after the rows held; all rows of the layer, [position + T, ...]."""
+        """Store k, v [T, Hkv, D] after the rows held; returns all of them, [position + T, ...]."""
         end = self.position + len(k)
         assert end <= self._max_context
         if end > len(self._keys[layer]):

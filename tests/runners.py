@@ -1,0 +1,54 @@
+"""The ops of every backend as tests use them, one line each, and how exact each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import tolerances
+
+from bonsai import models
+from bonsai.backends.eager import EagerEngine, State
+from bonsai.format import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """`new_state(layers, kv_heads, head_dim, max_context)`; the bounds are `tolerances`."""
+
+    name: str
+    ops: Any
+    new_state: Callable[[int, int, int, int], State] = field(repr=False)
+    linear: dict[str, float]
+    attention: dict[str, float]
+
+    def load(self, checkpoint: Checkpoint, chunk: int = 512) -> EagerEngine:
+        """An engine on these ops."""
+        model = models.load(checkpoint, self.ops)
+        cfg = model.config
+
+        def new_state(max_context: int) -> State:
+            return self.new_state(cfg.layers, cfg.kv_heads, cfg.head_dim, max_context)
+
+        return EagerEngine(model, self.ops, new_state, self.name, chunk)
+
+
+def _reference() -> Runner:
+    from bonsai.backends.reference.ops import ReferenceOps
+    from bonsai.backends.reference.state import KVState
+
+    bound = tolerances.F32_REDUCTION
+    return Runner("reference", ReferenceOps(), KVState, bound, bound)
+
+
+_MAKERS = {"reference": _reference}
+
+
+def get(name: str) -> Runner:
+    """The runner of that name, or a skip that says why there is none."""
+    try:
+        return _MAKERS[name]()
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
