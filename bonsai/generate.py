@@ -65,7 +65,8 @@ def load(
 class Model:
     """Weights and a tokenizer. Shareable: every reply that runs has a session of its own.
 
-    engine       the weights on their backend; `engine.description` says where they run
+    engine       the weights on their backend
+    description  where they run, for people
     tokenizer    ids <-> text
     name         what it was loaded as
     sampling     what replies use when they are not told: the checkpoint's recommended settings,
@@ -99,9 +100,12 @@ class Model:
         self._lent = 0
         self._closed = False
 
+    @property
+    def description(self) -> str:
+        return self.engine.description
+
     def __repr__(self) -> str:
-        where = self.engine.description
-        return f"Model({self.name!r}, {where!r}, max_context={self.max_context})"
+        return f"Model({self.name!r}, {self.description!r}, max_context={self.max_context})"
 
     def generate(
         self,
