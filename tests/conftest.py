@@ -9,7 +9,7 @@ RUNNERS = ("reference",)
 
 @pytest.fixture(params=RUNNERS)
 def runner(request: pytest.FixtureRequest):
-    """The ops of every backend, one after another (`runners.Runner`); skipped where one is absent."""
+    """The ops of each backend in turn (`runners.Runner`); skipped where one is absent."""
     import runners  # here, so that tests which need no backend import none
 
     return runners.get(request.param)

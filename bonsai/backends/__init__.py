@@ -1,7 +1,7 @@
 """What a backend is, which ones exist, and which can run here. `bonsai.backends()` is `status()`.
 
-Knows names and how to import a backend when it is asked for. Does not know text: above this line are
-`generate` and `chat`, below it ids and weights.
+Knows names and how to import a backend when it is asked for. Does not know text: above this line
+are `generate` and `chat`, below it ids and weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Session(Protocol):
         ...
 
     def decode(self, sampling: Sampling) -> Iterator[int]:
-        """Yield sampled ids until the context is full. When an id is yielded, `tokens` ends with it.
+        """Yield sampled ids until the context is full; at each yield `tokens` ends with the id.
 
         Closing the iterator stops the work. Raises NumericError when the logits are not finite.
         """
@@ -56,7 +56,7 @@ class Session(Protocol):
     def rewind(self, length: int) -> int:
         """Forget all but the first tokens; returns how many stay, at most `length`.
 
-        A state that can be cut keeps exactly `length`; one that cannot goes back to a point it kept.
+        A state that can be cut keeps exactly `length`; another goes back to a point that it kept.
         """
         ...
 
@@ -94,7 +94,7 @@ class Backend(Protocol):
     name: str
 
     def status(self) -> str:
-        """What it would run on here ("avx2, 2 threads"); raises BackendUnavailable saying why not."""
+        """What it would run on here ("avx2, 2 threads"). Raises BackendUnavailable: why not."""
         ...
 
     def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> Engine:

@@ -1,8 +1,8 @@
 """The ops contract: what a model may ask of a backend. The docstrings are the specification.
 
-Tokens first, no batch axis: rows are [T, width], heads [T, H, D]. `state` is opaque to models: which
-row belongs to which position is its business. The NumPy meaning of every op is in `reference/ops.py`.
-Arrays are the backend's own; they support slicing, `.shape` and `.reshape`, and nothing else is used.
+Tokens first, no batch axis: rows are [T, width], heads [T, H, D]. `state` is opaque to models:
+which row belongs to which position is its business. Arrays are the backend's own; they support
+slicing, `.shape` and `.reshape`, and nothing else is used. `reference/ops.py` is the NumPy meaning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ops(Protocol):
         ...
 
     def embed(self, table: Any, tokens: Array) -> Array:
-        """Rows of a packed or dense table, [T, hidden]; the inverse transform where it is folded."""
+        """Rows of a packed or dense table, [T, hidden]; transformed back where it is folded."""
         ...
 
     def rms_norm(self, x: Array, gain: Array, eps: float) -> Array:
@@ -59,7 +59,7 @@ class Ops(Protocol):
 
         With n = spec.dims, angle[t, i] = position[t] * spec.frequencies()[i] for i < n/2:
         y[i] = a (x[i] cos - x[i + n/2] sin); y[i + n/2] = a (x[i + n/2] cos + x[i] sin), where
-        a = spec.amplitude. Elements from n on are copied. Angles are computed in float64 or exactly.
+        a = spec.amplitude. Elements from n on are copied. Angles are computed in float64.
         """
         ...
 
@@ -75,9 +75,7 @@ class Ops(Protocol):
         """[T, 2 n] -> silu(first n) * last n, with silu(a) = a / (1 + exp(-a))."""
         ...
 
-    def sample(
-        self, logits: Array, sampling: Sampling, seen: np.ndarray, uniform: float
-    ) -> int:
+    def sample(self, logits: Array, sampling: Sampling, seen: np.ndarray, uniform: float) -> int:
         """One id from `logits` [vocab] by the rules of `bonsai.sampling.choose`.
 
         `seen` are the distinct ids of the history, `uniform` a number in [0, 1) that decides.
