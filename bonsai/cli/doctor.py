@@ -1,0 +1,98 @@
+"""`bonsai doctor`: versions, this machine, and why each backend does or does not run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import click
+
+from bonsai.cli import options
+from bonsai.cli.console import size
+
+__all__ = ["doctor"]
+
+LIBRARIES = ("numpy", "tokenizers", "jinja2", "click", "rich", "huggingface_hub", "mlx", "torch")
+UNAVAILABLE = "unavailable: "
+
+
+@click.command()
+@options.json_flag
+@options.verbosity
+def doctor(json_: bool) -> None:
+    """Show versions, this machine, and which backends work here, or why not."""
+    facts = _facts()
+    if json_:
+        click.echo(options.as_json(facts))
+        return
+    libraries = ", ".join(f"{name} {version}" for name, version in facts["libraries"].items())
+    click.echo(f"bonsai    {facts['bonsai']}")
+    click.echo(f"python    {facts['python']} ({facts['executable']})")
+    click.echo(f"system    {facts['system']}, {facts['machine']}")
+    click.echo(f"cpu       {facts['cpu']}, {facts['cpus']} usable")
+    click.echo(f"libraries {libraries}")
+    for name, state in facts["backends"].items():
+        click.echo(f"backend   {name}: {state['status'] if state['works'] else state['reason']}")
+    store = facts["store"]
+    click.echo(f"store     {store['path']}, {size(store['bytes'])} in {store['models']} models")
+
+
+def _facts() -> dict[str, Any]:
+    from bonsai import backends, hub
+
+    store = hub.store()
+    states = backends.status()
+    return {
+        "bonsai": metadata.version("bonsai-lm"),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu(),
+        "cpus": _usable_cpus(),
+        "libraries": _versions(),
+        "backends": {name: _state(text) for name, text in states.items()},
+        "store": {
+            "path": str(store),
+            "bytes": hub.tree_bytes(store),
+            "models": len(hub.entries()),
+        },
+    }
+
+
+def _state(text: str) -> dict[str, Any]:
+    works = not text.startswith(UNAVAILABLE)
+    return {"works": works, "status" if works else "reason": text.removeprefix(UNAVAILABLE)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _usable_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    """The processor's own name, where it can be read without starting a program."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() in ("model name", "Hardware"):
+                    return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
