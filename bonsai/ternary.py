@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["PACKINGS", "TernaryPacking", "pack", "padded", "unpack"]
+__all__ = ["PACKINGS", "TernaryPacking", "census", "pack", "padded", "unpack"]
 
 T2_PER_WORD = 16
 B1_PER_WORD = 32
@@ -48,7 +48,7 @@ def pack(trits: np.ndarray, packing: str, group: int) -> np.ndarray:
     """
     kind = _packing(packing, group)
     values = np.asarray(trits, dtype=np.int8)
-    if values.ndim != 2 or values.size and (values.min() < -1 or values.max() > 1):
+    if values.ndim != 2 or (values.size and (values.min() < -1 or values.max() > 1)):
         raise ValueError(f"{packing}: trits must be a matrix of -1, 0 and 1")
     if packing == "b1" and not values.all():
         raise ValueError("b1 has no zero; use t2 or t5")
@@ -65,6 +65,39 @@ def unpack(codes: np.ndarray, packing: str, group: int, columns: int) -> np.ndar
     if codes.shape != expected:
         raise ValueError(f"{packing}: codes are {codes.shape}, {columns} columns need {expected}")
     return np.ascontiguousarray(kind.unpack(codes, group)[:, :columns])
+
+
+def census(codes: np.ndarray, packing: str, group: int, columns: int) -> tuple[int, int]:
+    """(zero trits, t2 codes 3 or t5 bytes that no packer makes) in a codes plane.
+
+    Padding is taken to be as `pack` makes it, and is not counted. Needs little memory.
+    """
+    rows = len(codes)
+    if _packing(packing, group).name == "b1":
+        return 0, 0
+    stages = _t5_stages(group) if packing == "t5" else ((group // 4, 4),)
+    zeros, impossible, start = -rows * (padded(columns, group) - columns), 0, 0
+    width = sum(count for count, _ in stages)
+    for count, digits in stages:
+        zeros_in, impossible_in = _byte_facts(packing, digits)
+        for row in codes:
+            part = row.view(np.uint8).reshape(-1, width)[:, start : start + count]
+            seen = np.bincount(part.reshape(-1), minlength=256)
+            zeros += int(seen @ zeros_in)
+            impossible += int(seen @ impossible_in)
+        start += count
+    return zeros, impossible
+
+
+def _byte_facts(packing: str, digits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Per byte value: zero trits in it, and codes 3 (t2) or 1 where it is impossible (t5)."""
+    values = np.arange(256)
+    if packing == "t2":
+        fields = values[:, None] >> np.arange(0, 8, 2) & 3
+        return (fields == 1).sum(axis=1), (fields == 3).sum(axis=1)
+    fractions = values[:, None] * 3 ** np.arange(digits) & 255
+    possible = -(-256 * 3 ** (5 - digits) * np.arange(3**digits) // 243)
+    return (fractions * 3 >> 8 == 1).sum(axis=1), (~np.isin(values, possible)).astype(np.int64)
 
 
 def _packing(name: str, group: int) -> TernaryPacking:

@@ -1,0 +1,76 @@
+"""JSON objects from untrusted files: no duplicate keys, no deep nesting, no NaN, no huge numbers.
+
+Knows JSON text. Does not know what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from bonsai.errors import FormatError
+
+__all__ = ["MAX_DEPTH", "parse_object"]
+
+MAX_DEPTH = 64
+MAX_DIGITS = 20
+_STRUCTURE = b'"[]{}'
+_REST = bytes(i for i in range(256) if i not in _STRUCTURE)
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """The object in `data`; `where` names the file in errors. Time and memory grow with len(data)."""
+    if _too_deep(data):
+        raise FormatError(f"{where}: not valid JSON, or nested more than {MAX_DEPTH} deep")
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_bounded_int,
+            parse_constant=_no_constant,
+        )
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _too_deep(data: bytes) -> bool:
+    """Whether brackets outside strings nest too deep, or do not match, without any recursion.
+
+    Dropping two adjacent quotes never changes what is inside a string, and one replacement of every
+    "[]" and "{}" takes away the innermost level everywhere.
+    """
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    bare = bare.translate(None, _REST).replace(b'""', b"")
+    bare = re.sub(rb'"[^"]*"?', b"", bare)
+    for _ in range(MAX_DEPTH):
+        if not bare:
+            return False
+        bare = bare.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(bare)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r:.100} appears twice")
+            seen.add(key)
+    return found
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number in JSON")
