@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bonsai import backends, convert, testing
+    from bonsai import testing
     from bonsai.chat import Chat
     from bonsai.errors import (
         BackendUnavailable,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from bonsai.sampling import Sampling
 
     __version__: str
+    backends: Any  # packages that can also be called, which no type checker understands
+    convert: Any
 
 __all__ = [
     "BackendUnavailable",
@@ -55,7 +57,7 @@ __all__ = [
     "testing",
 ]
 
-_SUBMODULES = {"backends", "convert", "testing"}  # the first two can also be called
+_SUBMODULES = {"backends", "convert", "testing"}
 _HOMES = {
     "Chat": "chat",
     "Chunk": "generate",

@@ -134,6 +134,6 @@ class Chat:
             self.messages += [user, {"role": "assistant", "content": record.text}]
 
     def _end_stream(self) -> None:
-        earlier = self._stream and self._stream()
+        earlier = None if self._stream is None else self._stream()
         if earlier is not None:
             earlier.close()
