@@ -16,13 +16,15 @@ from bonsai.format import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """`new_state(layers, kv_heads, head_dim, max_context)`; the bounds are `tolerances`."""
+    """`new_state(layers, kv_heads, head_dim, max_context)`, and bounds from `tolerances`."""
 
     name: str
     ops: Any
     new_state: Callable[[int, int, int, int], State] = field(repr=False)
-    linear: dict[str, float]
+    linear: dict[str, float]  # one linear
     attention: dict[str, float]
+    model: dict[str, float]  # logits of a whole tiny model against float64
+    same: dict[str, float]  # logits of one history computed in two ways
 
     def load(self, checkpoint: Checkpoint, chunk: int = 512) -> EagerEngine:
         """An engine on these ops."""
@@ -39,8 +41,8 @@ def _reference() -> Runner:
     from bonsai.backends.reference.ops import ReferenceOps
     from bonsai.backends.reference.state import KVState
 
-    bound = tolerances.F32_REDUCTION
-    return Runner("reference", ReferenceOps(), KVState, bound, bound)
+    op, model = tolerances.F32_REDUCTION, tolerances.F32_MODEL
+    return Runner("reference", ReferenceOps(), KVState, op, op, model, model)
 
 
 _MAKERS = {"reference": _reference}

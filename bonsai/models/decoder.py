@@ -225,7 +225,10 @@ class _Reader:
         return self._ops.vector(values)
 
     def linear(self, *parts: tuple[str, int, int]) -> Linear:
-        return self._ops.linear(*(self.matrix(*part) for part in parts))
+        linear = self._ops.linear(*(self.matrix(*part) for part in parts))
+        for name, _, _ in parts:
+            self._checkpoint.release(name)  # a backend that keeps a copy need not hold both
+        return linear
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         needed = " x ".join(map(str, shape))

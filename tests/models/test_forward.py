@@ -1,0 +1,184 @@
+"""Whole tiny models on every backend against a plain float64 forward of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dense
+import numpy as np
+import pytest
+import tiny
+import tolerances
+from numpy.testing import assert_allclose
+from runners import Runner
+from tiny import Tiny
+
+from bonsai.config import Yarn
+from bonsai.errors import NumericError
+from bonsai.format import Checkpoint
+from bonsai.matrix import DenseMatrix, PackedMatrix
+from bonsai.sampling import Sampling
+
+YARN = Yarn(4.0, 32, 32.0, 1.0, 1.1386294361)
+SPECS = {
+    "qwen3": Tiny(),
+    "llama": Tiny(architecture="llama"),
+    "qwen3-untied": Tiny(tied=False),
+    "llama-untied-1001": Tiny(architecture="llama", tied=False, vocab=1001),
+    "qwen3-ffn192": Tiny(ffn=192),
+    "llama-ffn192-1001": Tiny(architecture="llama", ffn=192, vocab=1001),
+    "qwen3-head96": Tiny(head_dim=96, heads=3, kv_heads=3),
+    "llama-hidden192": Tiny(architecture="llama", hidden=192, heads=3, kv_heads=1),
+    "qwen3-hidden256": Tiny(hidden=256, heads=4, kv_heads=2),
+    "qwen3-ffn4": Tiny(ffn=4),
+    "qwen3-yarn": Tiny(yarn=YARN, theta=1e6),
+    "llama-yarn": Tiny(architecture="llama", yarn=YARN),
+    "qwen3-hadamard": Tiny(hidden=256, hadamard=128, heads=4),
+    "qwen3-hadamard-untied": Tiny(hadamard=64, ffn=192, tied=False),
+    "llama-3-layers": Tiny(architecture="llama", layers=3),
+    "npz": Tiny(container="npz"),
+    "shards": Tiny(shard_bytes=40_000, tied=False),
+    **{f"tied-{p}": Tiny(packing=p, group=64, ffn=192) for p in ("t2", "t5", "b1", "q4", "q8")},
+    **{f"untied-{p}": Tiny(packing=p, tied=False) for p in ("t5", "b1", "q4", "q8")},
+    **{p: Tiny(packing=p, architecture="llama") for p in ("f32", "f16", "bf16")},
+    **{f"t2-group{g}": Tiny(group=g, ffn=192) for g in (32, 64, 256)},
+    "q4-q8-mixed": Tiny(architecture="llama", packing="q4", table="q8", group=32, ffn=192),
+    "t2-f16-mixed": Tiny(packing="t2", table="f16", tied=False),
+}
+TOKENS = np.random.default_rng(0).integers(0, 1000, 40)
+
+
+def truth(checkpoint: Checkpoint, tokens) -> np.ndarray:
+    return dense.logits(checkpoint.config, checkpoint.matrix, checkpoint.vector, tokens)
+
+
+def after(engine, tokens, max_context: int = 4096) -> np.ndarray:
+    """Logits after one prefill."""
+    with engine.session(max_context, engine.vocab) as session:
+        session.prefill(list(tokens))
+        return session.logits()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_equal_float64(runner: Runner, tmp_path: Path, name: str) -> None:
+    with Checkpoint.open(tiny.write(tmp_path / "m", SPECS[name])) as checkpoint:
+        expected = truth(checkpoint, TOKENS)
+        engine = runner.load(checkpoint)
+        assert np.abs(expected).max() > 0.5  # else a model of zeros would pass
+        for count in (1, 2, 5, 33, 40):
+            found = after(engine, TOKENS[:count])
+            assert found.dtype == np.float32
+            assert_allclose(found, expected[count - 1], **runner.model)
+
+
+def test_two_shards_are_two_files(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m", SPECS["shards"])
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) >= 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-hadamard"])
+@pytest.mark.parametrize("chunk", [1, 3, 32, 33])
+def test_the_chunk_size_does_not_matter(
+    runner: Runner, tmp_path: Path, name: str, chunk: int
+) -> None:
+    with Checkpoint.open(tiny.write(tmp_path / "m", SPECS[name])) as checkpoint:
+        whole = after(runner.load(checkpoint), TOKENS)
+        parts = after(runner.load(checkpoint, chunk), TOKENS)
+        assert_allclose(parts, whole, **runner.same)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-head96"])
+def test_decode_continues_prefill(runner: Runner, tmp_path: Path, name: str) -> None:
+    with Checkpoint.open(tiny.write(tmp_path / "m", SPECS[name])) as checkpoint:
+        engine = runner.load(checkpoint)
+    session = engine.session(4096, engine.vocab)
+    session.prefill(list(TOKENS[:20]))
+    for _, token in zip(range(25), session.decode(Sampling.greedy()), strict=False):
+        assert session.tokens[-1] == token
+        assert_allclose(session.logits(), after(engine, session.tokens), **runner.same)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_theta_counts_at_position_500(runner: Runner, tmp_path: Path, architecture: str) -> None:
+    tokens = np.random.default_rng(1).integers(0, 1000, 501)
+    spec = Tiny(architecture=architecture, theta=1e6)
+    with Checkpoint.open(tiny.write(tmp_path / "m", spec)) as checkpoint:
+        found = after(runner.load(checkpoint), tokens)
+        assert_allclose(found, truth(checkpoint, tokens)[-1], **runner.model)
+        other = {**checkpoint.config, "rope": {"theta": 1e4, "dims": 64}}
+        wrong = dense.logits(other, checkpoint.matrix, checkpoint.vector, tokens)[-1]
+        assert np.abs(found - wrong).max() > 20 * runner.model["atol"]
+
+
+def test_groups_of_zeros_and_padded_vocabulary_rows_do_no_harm(
+    runner: Runner, tmp_path: Path
+) -> None:
+    spec = Tiny(vocab=1024, tied=False)
+    made = tiny.weights(spec)
+    for name, matrix in made.matrices.items():
+        scales = matrix.scales.copy()
+        scales[1000 if name in ("head", "embedding") else len(scales) - 3 :] = 0
+        planes = (matrix.shape, matrix.group, matrix.codes, scales)
+        made.matrices[name] = PackedMatrix(name, matrix.packing, *planes)
+    with Checkpoint.open(tiny.save(tmp_path / "m", spec, made)) as checkpoint:
+        found = after(runner.load(checkpoint), [5, 1010, 7])
+        assert_allclose(found, truth(checkpoint, [5, 1010, 7])[-1], **runner.model)
+        assert_allclose(found[1000:], 0, **tolerances.EXACT)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(runner: Runner, tmp_path: Path) -> None:
+    spec = Tiny(vocab=1024, tied=False, table="f32")
+    made = tiny.weights(spec)
+    head = made.matrices["head"].values.copy()
+    head[1010] = 100 * head[17]
+    head[1011] = -100 * head[17]  # one of the two wins, whatever the text is
+    made.matrices["head"] = DenseMatrix("head", "f32", head.shape, head)
+    with Checkpoint.open(tiny.save(tmp_path / "m", spec, made)) as checkpoint:
+        engine = runner.load(checkpoint)
+    with engine.session(100, 1024) as free:
+        free.prefill([1, 2, 3])
+        assert next(free.decode(Sampling.greedy())) in (1010, 1011)
+    for sampling in (Sampling.greedy(), Sampling(temperature=50.0, seed=1)):
+        with engine.session(60, 1000) as session:
+            session.prefill([1, 2, 3])
+            assert np.isneginf(session.logits()[1000:]).all()
+            assert np.isfinite(session.logits()[:1000]).all()
+            chosen = list(session.decode(sampling))
+        assert len(chosen) == 57
+        assert max(chosen) < 1000
+
+
+def scaled(tmp_path: Path, name: str, factor: float, spec: Tiny = Tiny()) -> Checkpoint:  # noqa: B008
+    """A model with one norm gain multiplied."""
+    made = tiny.weights(spec)
+    made.vectors[name] = made.vectors[name] * np.float32(factor)
+    return Checkpoint.open(tiny.save(tmp_path / "m", spec, made))
+
+
+def test_activations_beyond_fp16_are_kept(runner: Runner, tmp_path: Path) -> None:
+    with scaled(tmp_path, "layers.0.ffn_norm", 3e3) as checkpoint:
+        found = after(runner.load(checkpoint), TOKENS)
+        h = np.float64(3e3) ** 2  # gate * up is about this
+        assert h > 65504
+        assert_allclose(found, truth(checkpoint, TOKENS)[-1], **runner.model)
+
+
+@pytest.mark.parametrize("norm", ["layers.1.ffn_norm", "norm"])
+def test_logits_that_are_not_finite_end_the_reply_and_no_other(
+    runner: Runner, tmp_path: Path, norm: str
+) -> None:
+    """Every weight is finite; what the model makes of them is not."""
+    with scaled(tmp_path / "bad", norm, 1e38) as checkpoint:
+        engine = runner.load(checkpoint)
+    with Checkpoint.open(tiny.write(tmp_path / "good", Tiny())) as checkpoint:
+        other = runner.load(checkpoint).session(100, 1000)
+    other.prefill([1, 2, 3])
+    replies = other.decode(Sampling.greedy())
+    next(replies)
+    with engine.session(100, 1000) as session:
+        session.prefill([1, 2, 3])
+        with pytest.raises(NumericError, match="not finite after 3 tokens"):
+            next(session.decode(Sampling.greedy()))
+        with pytest.raises(NumericError):
+            session.logits()
+    assert 0 <= next(replies) < 1000
