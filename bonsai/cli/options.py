@@ -151,14 +151,14 @@ def read_standard_input() -> str:
     """All of stdin as UTF-8 text, without a byte order mark and without its last newline."""
     if sys.stdin is None:
         return ""
-    text = _text(click.get_binary_stream("stdin").read())
+    text = _text(sys.stdin.buffer.read())
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def standard_input_lines() -> Iterator[str]:
     """stdin line by line, each as soon as it is there."""
     if sys.stdin is not None:
-        for line in click.get_binary_stream("stdin"):
+        for line in sys.stdin.buffer:
             yield _text(line)
 
 

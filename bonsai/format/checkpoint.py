@@ -81,7 +81,11 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(self._nbytes(name) for name in self.manifest.tensors)
+        return sum(self.tensor_bytes(name) for name in self.manifest.tensors)
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of all planes of one tensor."""
+        return sum(self._store.info(p).nbytes for p in planes(name, self.manifest.tensors[name]))
 
     def names(self) -> list[str]:
         """The logical tensors, in the order of the manifest."""
@@ -154,9 +158,6 @@ class Checkpoint:
         tb: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _nbytes(self, name: str) -> int:
-        return sum(self._store.info(p).nbytes for p in planes(name, self.manifest.tensors[name]))
 
     def _transform(self, entry: TensorEntry) -> SignedHadamard | None:
         spec = self.manifest.hadamard

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = (  # lowest first; a part may import itself and what stands below it
-    {"errors", "callable_module"},
+    {"errors", "callable_module", "cache"},
     {"config", "ternary", "sampling", "stops"},
     {"affine"},
     {"matrix"},
@@ -30,7 +30,7 @@ LAYERS = (  # lowest first; a part may import itself and what stands below it
     {"reply"},
     {"chat"},
     {"generate"},
-    {"testing"},
+    {"testing", "bench"},
     {"convert"},
     {"cli", "server"},
     {"__init__", "__main__"},
