@@ -252,7 +252,8 @@ def _read_source(fields: Fields | None) -> Source | None:
     found = {}
     for value in files:
         entry = Fields(value, f"{fields.where}: files")
-        found[entry.take(str, "name")] = _read_file(entry)
+        name = entry.take(str, "name")  # before the rest: _read_file refuses what is left
+        found[name] = _read_file(entry)
     return Source(kind, MappingProxyType(found))
 
 
