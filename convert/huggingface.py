@@ -1,0 +1,211 @@
+"""A Hugging Face folder as a source: safetensors, config.json and tokenizer files.
+
+Knows how bitnet and MLX folders pack their linears. Does not know architectures. Nothing in the
+folder is ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bonsai.convert.config_hf import Quantization, read_hf_config
+from bonsai.convert.source import Rows, SourceModel, SourceTensor, refuse_rows
+from bonsai.errors import ConversionError, UnsupportedModel
+from bonsai.format.files import child, read_small
+from bonsai.format.safetensors_io import TensorInfo
+from bonsai.format.shards import ShardedTensors
+from bonsai.format.strict_json import parse_object
+from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix, widen
+from bonsai.ternary import pack
+
+__all__ = ["open_huggingface"]
+
+DENSE_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+TOKENIZER = "tokenizer.json"
+EXTRAS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+WEIGHT = ".weight"
+
+
+def open_huggingface(path: Path, group_size: int) -> SourceModel:
+    """Open and check a folder; config.json first, so that an unsupported model fails early."""
+    config_path = child(path, "config.json", str(path))
+    raw = parse_object(read_small(config_path), str(config_path))
+    architecture, config, quantization, warnings = read_hf_config(raw, str(config_path))
+    extras = _extras(path)
+    shards = ShardedTensors(path)
+    tensors = {t.name: t for t in _tensors(shards, quantization, group_size)}
+    return SourceModel(
+        kind="huggingface",
+        path=path,
+        files=tuple(shards.files),
+        architecture=architecture,
+        config=config,
+        tensors=tensors,
+        extras=extras,
+        warnings=tuple(warnings),
+    )
+
+
+def _extras(path: Path) -> dict[str, bytes]:
+    if not child(path, TOKENIZER, str(path)).exists():
+        raise ConversionError(
+            f"{path}: there is no {TOKENIZER}",
+            hint="save the tokenizer in that form first: AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(FOLDER)",
+        )
+    files = {name: child(path, name, str(path)) for name in (TOKENIZER, *EXTRAS)}
+    return {name: read_small(file) for name, file in files.items() if file.exists()}
+
+
+def _tensors(
+    shards: ShardedTensors, quantization: Quantization, group_size: int
+) -> Iterator[SourceTensor]:
+    """One tensor for each module: the parts of a packed one are taken together."""
+    left = dict.fromkeys(shards.names())
+    packed = {"bitnet": ("U8", _bitnet), "mlx": ("U32", _mlx)}.get(quantization.method)
+    for name in list(left):
+        info = shards.info(name)
+        if packed and name.endswith(WEIGHT) and info.dtype == packed[0]:
+            tensor, parts = packed[1](shards, info, quantization, group_size)
+            for part in parts:
+                left.pop(part, None)
+            yield tensor
+    for name in left:
+        yield _dense(shards, shards.info(name))
+
+
+def _dense(shards: ShardedTensors, info: TensorInfo) -> SourceTensor:
+    packing = DENSE_DTYPES.get(info.dtype)
+    if packing is None:
+        raise UnsupportedModel(
+            f"{info.file}: {info.name} is {info}; supported: {', '.join(DENSE_DTYPES)}",
+            hint="is 'quantization_config' missing from config.json?",
+        )
+    values = shards.array(info.name)
+    rows = values.reshape(-1, info.shape[-1]) if info.shape else values.reshape(1, 1)
+
+    def read(index: Rows) -> Matrix:
+        block = rows[index]
+        return DenseMatrix(info.name, packing, block.shape, block)
+
+    release = partial(shards.release, info.name)
+    return SourceTensor(info.name, info.shape, info.dtype, read, release)
+
+
+def _bitnet(
+    shards: ShardedTensors, info: TensorInfo, quantization: Quantization, group_size: int
+) -> tuple[SourceTensor, list[str]]:
+    """uint8 [out / 4, in]: bits 2 i of byte [r, c] are the code (trit + 1) of row i * out / 4 + r.
+
+    One scale for the whole matrix, multiplied or divided by, becomes the scale of every group.
+    """
+    name, scale_name = info.name, info.name.removesuffix(WEIGHT) + ".weight_scale"
+    data = _matrix(shards, info)
+    quarter, columns = data.shape
+    exact = _bitnet_scale(shards, scale_name, quantization.divide)
+    with np.errstate(over="ignore"):
+        scale = np.float16(exact)
+    if not (np.isfinite(scale) and scale != 0):
+        raise ConversionError(f"{scale_name}: the scale {exact:.3g} does not fit in fp16")
+    numbers = np.arange(4 * quarter)
+
+    def read(index: Rows) -> Matrix:
+        rows = numbers[index]
+        shifts = (2 * (rows // quarter)).astype(np.uint8)[:, None]
+        codes = (data[rows % quarter] >> shifts) & np.uint8(3)
+        what = "has the code 3, which no ternary matrix has"
+        refuse_rows(name, (codes == 3).any(axis=1), index, what)
+        plane = pack(codes.astype(np.int8) - 1, "t2", group_size)
+        scales = np.full((len(rows), -(-columns // group_size)), scale)
+        return PackedMatrix(name, "t2", (len(rows), columns), group_size, plane, scales)
+
+    rounding = abs(float(scale) - exact) / abs(exact)
+    shape = (4 * quarter, columns)
+    release = partial(shards.release, name)
+    return SourceTensor(name, shape, "bitnet", read, release, rounding), [name, scale_name]
+
+
+def _bitnet_scale(shards: ShardedTensors, name: str, divide: bool) -> float:
+    info = shards.info(name)
+    if info.dtype not in DENSE_DTYPES or info.nbytes > 4 or np.prod(info.shape) != 1:
+        raise ConversionError(f"{info.file}: {name} is {info}, expected one float")
+    value = float(widen(shards.array(name).reshape(-1), DENSE_DTYPES[info.dtype])[0])
+    if not np.isfinite(value) or value == 0:
+        raise ConversionError(f"{info.file}: {name} is {value}")
+    return 1 / value if divide else value
+
+
+def _mlx(
+    shards: ShardedTensors, info: TensorInfo, quantization: Quantization, group_size: int
+) -> tuple[SourceTensor, list[str]]:
+    """uint32 words of codes, lowest bits first, with a scale and a bias per group: our own planes.
+
+    2 bits are read where they are ternary: every bias is minus its scale.
+    """
+    name, module = info.name, info.name.removesuffix(WEIGHT)
+    bits, group = quantization.affine(module)
+    words = _matrix(shards, info)
+    shape = (words.shape[0], words.shape[1] * 32 // bits)
+    scales = _mlx_plane(shards, f"{module}.scales", shape, group)
+    biases = _mlx_plane(shards, f"{module}.biases", shape, group)
+    packing = {2: "t2", 4: "q4", 8: "q8"}[bits]
+
+    def read(index: Rows) -> Matrix:
+        parts = np.ascontiguousarray(words[index]), scales(index), biases(index)
+        return _mlx_block(name, packing, shape[1], group, parts, index)
+
+    tensor = SourceTensor(name, shape, f"mlx {bits}b", read, partial(shards.release, name))
+    return tensor, [name, f"{module}.scales", f"{module}.biases"]
+
+
+def _mlx_block(
+    name: str,
+    packing: str,
+    columns: int,
+    group: int,
+    parts: tuple[np.ndarray, np.ndarray, np.ndarray],
+    index: Rows,
+) -> Matrix:
+    """Rows of (words, float32 scales, float32 biases); float32 where fp16 does not hold those."""
+    words, scales, biases = parts
+    shape = (len(words), columns)
+    codes: np.ndarray = words if packing == "t2" else words.view(np.uint8)
+    if packing == "t2":
+        what = "has a bias that is not minus its scale: its 2 bits are not ternary"
+        refuse_rows(name, (biases != -scales).any(axis=1), index, what)
+    with np.errstate(over="ignore"):
+        narrow = [plane.astype(np.float16) for plane in (scales, biases)]
+    kept = None if packing == "t2" else narrow[1]
+    block = PackedMatrix(name, packing, shape, group, codes, narrow[0], kept)
+    if np.array_equal(narrow[0], scales) and np.array_equal(narrow[1], biases):
+        return block
+    bias = None if packing == "t2" else biases
+    wide = PackedMatrix(name, packing, shape, group, codes, scales, bias)
+    return DenseMatrix(name, "f32", shape, wide.rows())
+
+
+def _mlx_plane(
+    shards: ShardedTensors, name: str, shape: tuple[int, int], group: int
+) -> Callable[[Rows], np.ndarray]:
+    """Rows of a plane of scales or biases, as float32."""
+    info = shards.info(name)
+    values = _matrix(shards, info)
+    rows, columns = shape
+    if info.dtype not in DENSE_DTYPES or values.shape != (rows, columns // group):
+        needed = f"[{rows}, {columns // group}]"
+        raise ConversionError(
+            f"{info.file}: {name} is {info}; a matrix of {rows} x {columns} weights in groups of "
+            f"{group} needs {needed}",
+            hint="the group size in config.json is not that of the file",
+        )
+    return lambda index: widen(values[index], DENSE_DTYPES[info.dtype])
+
+
+def _matrix(shards: ShardedTensors, info: TensorInfo) -> np.ndarray:
+    if len(info.shape) != 2:
+        raise ConversionError(f"{info.file}: {info.name} is {info}, expected a matrix")
+    return shards.array(info.name)

@@ -1,0 +1,118 @@
+"""What every kind of source looks like to the converter, and which kind a path is.
+
+Knows the first bytes of files and the file names of model folders. Does not know what is inside:
+`gguf_model`, `huggingface` and `own` open a path and return a `SourceModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bonsai.errors import ConversionError, FormatError, ModelNotFound
+from bonsai.format.files import identify
+from bonsai.matrix import Matrix
+
+__all__ = ["KINDS", "Rows", "SourceModel", "SourceTensor", "recognise", "refuse_rows"]
+
+KINDS = ("gguf", "huggingface", "bonsai")
+Rows = slice | np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceTensor:
+    """One tensor. `read(rows)` gives those rows without rounding, in the source's own class.
+
+    `label` names that class for people ("Q4_1"). `rounding` is the relative error that `read`
+    cannot avoid (a scale that fp16 does not hold). A vector is read as a matrix of one row.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    label: str
+    read: Callable[[Rows], Matrix] = field(repr=False)
+    release: Callable[[], None] = field(repr=False, default=lambda: None)
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceModel:
+    """An opened source. `config` is ours; its "tied" is absent where only the tensors can tell.
+
+    `files` are those that hold the weights and go into the manifest with their hashes, unless
+    `provenance` already says where the weights came from. `extras` are tokenizer files.
+    """
+
+    kind: str
+    path: Path
+    files: tuple[Path, ...]
+    architecture: str
+    config: dict[str, Any]
+    tensors: Mapping[str, SourceTensor]
+    extras: Mapping[str, bytes]
+    warnings: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] | None = None
+    proof: tuple[str, np.ndarray, np.ndarray] | None = None
+
+
+def recognise(path: Path) -> tuple[str, Path]:
+    """(kind, path to open) from what is there. Raises an error that says what was found instead."""
+    if path.is_dir():
+        return _recognise_folder(path)
+    if not path.is_file():
+        raise ModelNotFound(f"{path}: no such file or folder")
+    with open(path, "rb") as file:
+        head = file.read(256)
+    if head[:4] == b"GGUF":
+        return "gguf", path
+    raise FormatError(f"{path}: {_what_it_is(head)}", hint=_WANTED)
+
+
+_WANTED = "convert reads a GGUF file, a Hugging Face model folder, or a bonsai checkpoint folder"
+
+
+def _recognise_folder(path: Path) -> tuple[str, Path]:
+    if (path / "manifest.json").is_file():
+        return "bonsai", path
+    ggufs = sorted(path.glob("*.gguf"))
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return "huggingface", path
+    if len(ggufs) == 1:
+        return recognise(ggufs[0])
+    if ggufs:
+        names = ", ".join(file.name for file in ggufs[:8])
+        raise ConversionError(
+            f"{path}: {len(ggufs)} GGUF files ({names})", hint="name the file to convert"
+        )
+    if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+        raise ConversionError(
+            f"{path}: the weights are pickled PyTorch files, which can run code when they are read",
+            hint="save the model as safetensors first (save_pretrained does)",
+        )
+    raise ConversionError(f"{path}: no model in this folder", hint=_WANTED)
+
+
+def _what_it_is(head: bytes) -> str:
+    found = identify(head)
+    if found is not None:
+        return found
+    if head[8:9] == b"{":
+        return "a single safetensors file; name its folder, which also has config.json"
+    if head[:2] in (b"PK", b"\x80\x02"):
+        return "a pickled PyTorch file or a zip archive; safetensors and GGUF are read"
+    return f"not a GGUF file (it starts with {head[:4]!r})"
+
+
+def refuse_rows(name: str, bad: np.ndarray, rows: Rows, what: str) -> None:
+    """Raise a ConversionError about the first of `rows` where `bad` [len(rows)] is true, if any."""
+    if bad.any():
+        local = int(bad.argmax())
+        row = (rows.start or 0) + local if isinstance(rows, slice) else int(rows[local])
+        raise ConversionError(
+            f"{name}: row {row} {what}", hint="the source is damaged, or not what it says it is"
+        )
