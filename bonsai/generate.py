@@ -33,24 +33,28 @@ def load(
     *,
     backend: str | Backend = "auto",
     max_context: int | None = None,
+    threads: int | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """The model in a directory, or one that was pulled, on a backend that works here.
 
     `max_context` is how many tokens prompt and reply may have together; by default what the model
-    was made for, but at most 8192. `revision` is the branch, tag or commit of a pulled model.
-    `progress(stage, done, total)` is called while weights are loaded.
+    was made for, but at most 8192. `threads` are CPU threads; by default the backend chooses.
+    `revision` is the branch, tag or commit of a pulled model. `progress(stage, done, total)` is
+    called while weights are loaded.
 
     Raises ModelNotFound, FormatError, UnsupportedModel, BackendUnavailable or InvalidRequest.
     """
     if max_context is not None:
         max_context = _count(max_context, "max_context")
+    if threads is not None:
+        threads = _count(threads, "threads")
     chosen = backends.select(backend) if isinstance(backend, str) else backend
     checkpoint = Checkpoint.open(hub.resolve(os.fspath(name_or_path), revision))
     try:
         return Model(
-            chosen.load(checkpoint, progress),
+            chosen.load(checkpoint, progress, threads=threads),
             Tokenizer.open(checkpoint.path),
             name=os.fspath(name_or_path),
             sampling=_recommended(checkpoint.manifest.sampling),

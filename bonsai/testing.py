@@ -79,7 +79,13 @@ class ScriptedBackend:
     def status(self) -> str:
         return "a script"
 
-    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> ScriptedEngine:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        *,
+        threads: int | None = None,
+    ) -> ScriptedEngine:
         from bonsai.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open(checkpoint.path)

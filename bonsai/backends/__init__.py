@@ -97,8 +97,18 @@ class Backend(Protocol):
         """What it would run on here ("avx2, 2 threads"). Raises BackendUnavailable: why not."""
         ...
 
-    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> Engine:
-        """The checkpoint's weights, ready to run."""
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        *,
+        threads: int | None = None,
+    ) -> Engine:
+        """The checkpoint's weights, ready to run.
+
+        `threads` CPU threads, 1 or more; None is the backend's choice. Where there is nothing to
+        choose a number is refused with InvalidRequest.
+        """
         ...
 
 

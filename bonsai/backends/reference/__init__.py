@@ -9,6 +9,7 @@ from bonsai.backends import Progress
 from bonsai.backends.eager import EagerEngine
 from bonsai.backends.reference.ops import ReferenceOps
 from bonsai.backends.reference.state import KVState
+from bonsai.errors import InvalidRequest
 from bonsai.format import Checkpoint
 
 __all__ = ["BACKEND", "ReferenceBackend"]
@@ -22,8 +23,19 @@ class ReferenceBackend:
     def status(self) -> str:
         return f"NumPy {np.__version__}, float32, slow"
 
-    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> EagerEngine:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        *,
+        threads: int | None = None,
+    ) -> EagerEngine:
         """The checkpoint's weights, where they lie: its files stay mapped."""
+        if threads is not None:
+            raise InvalidRequest(
+                f"threads is {threads}, but backend 'reference' uses as many as NumPy does",
+                hint="leave --threads out (in Python: threads=None)",
+            )
         ops = ReferenceOps()
         model = models.load(checkpoint, ops, progress)
         cfg = model.config
