@@ -15,6 +15,7 @@ __all__ = ["PACKINGS", "TernaryPacking", "census", "pack", "padded", "unpack"]
 
 T2_PER_WORD = 16
 B1_PER_WORD = 32
+CENSUS_BYTES = 1 << 17  # of codes at a time; counting takes eight times as much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def pack(trits: np.ndarray, packing: str, group: int) -> np.ndarray:
 
 
 def unpack(codes: np.ndarray, packing: str, group: int, columns: int) -> np.ndarray:
-    """The int8 trits [rows, columns] of a codes plane. A t2 code 3, which no ternary file has, is 2."""
+    """The int8 trits [rows, columns] of a codes plane. A t2 code 3, which none may have, is 2."""
     kind = _packing(packing, group)
     expected = kind.codes_shape(codes.shape[0], columns, group)
     if codes.shape != expected:
@@ -78,10 +79,12 @@ def census(codes: np.ndarray, packing: str, group: int, columns: int) -> tuple[i
     stages = _t5_stages(group) if packing == "t5" else ((group // 4, 4),)
     zeros, impossible, start = -rows * (padded(columns, group) - columns), 0, 0
     width = sum(count for count, _ in stages)
+    step = max(1, (1 << 20) // max(1, codes.nbytes // max(1, rows)))  # rows in about 1 MiB
     for count, digits in stages:
         zeros_in, impossible_in = _byte_facts(packing, digits)
-        for row in codes:
-            part = row.view(np.uint8).reshape(-1, width)[:, start : start + count]
+        for first in range(0, rows, step):
+            block = np.ascontiguousarray(codes[first : first + step]).view(np.uint8)
+            part = block.reshape(-1, width)[:, start : start + count]
             seen = np.bincount(part.reshape(-1), minlength=256)
             zeros += int(seen @ zeros_in)
             impossible += int(seen @ impossible_in)
@@ -164,7 +167,7 @@ def _pack_t5(trits: np.ndarray, group: int) -> np.ndarray:
     for count, length in _t5_stages(group):
         part = digits[:, :, start : start + count * length]
         part = part.reshape(*part.shape[:2], length, count)
-        value = np.zeros(part.shape[:2] + (count,), np.uint16)
+        value = np.zeros((*part.shape[:2], count), np.uint16)
         for digit in range(5):
             value = 3 * value + (part[:, :, digit] if digit < length else 0)
         stages.append(((256 * value.astype(np.uint32) + 242) // 243).astype(np.uint8))
