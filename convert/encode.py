@@ -17,7 +17,7 @@ from bonsai.convert.source import Rows, SourceTensor, refuse_rows
 from bonsai.convert.ternarize import exact_ternary, least_squares
 from bonsai.errors import ConversionError
 from bonsai.matrix import DENSE, DenseMatrix, Matrix, PackedMatrix
-from bonsai.ternary import PACKINGS, pack, unpack
+from bonsai.ternary import PACKINGS, census, pack, unpack
 
 __all__ = ["Encoded", "Options", "encode_matrix", "read_vector", "row_blocks"]
 
@@ -60,13 +60,12 @@ class _Totals:
 
     def add(self, source: Matrix, stored: Matrix, lossy: bool) -> None:
         if isinstance(stored, PackedMatrix) and stored.packing in PACKINGS:
-            trits = unpack(stored.codes, stored.packing, stored.group, stored.shape[1])
-            self.zeros += trits.size - int(np.count_nonzero(trits))
+            self.zeros += census(stored.codes, stored.packing, stored.group, stored.shape[1])[0]
         if lossy:
-            values = source.rows()
-            difference = (values - stored.rows()).astype(np.float64)
-            self.error += float(np.vdot(difference, difference))
-            self.squares += float(np.vdot(values, values.astype(np.float64)))
+            values = source.rows().reshape(-1)
+            difference = values - stored.rows().reshape(-1)
+            self.error += float(difference @ difference)
+            self.squares += float(values @ values)
 
 
 @dataclass(frozen=True, slots=True)

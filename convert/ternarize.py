@@ -46,21 +46,20 @@ def least_squares(
             name, ~np.isfinite(blocks).all(axis=2), first_row, "has weights that are not finite"
         )
     ordered = -np.sort(-blocks, axis=2)
-    sums = np.cumsum(ordered, axis=2, dtype=np.float64)
-    gain = sums * sums / np.arange(1, group + 1)
+    # float32 sums are exact where the magnitudes are equal fp16 numbers: ternary input comes back.
+    sums = np.cumsum(ordered, axis=2)
+    gain = np.square(sums) / np.arange(1, group + 1, dtype=np.float32)
     best = gain.argmax(axis=2)[:, :, None]
     smallest = np.take_along_axis(ordered, best, axis=2)  # the least magnitude that is kept
-    kept = (blocks >= smallest) & (blocks > 0)
-    count = np.maximum(kept.sum(axis=2), 1)
-    exact = np.where(kept, blocks, np.float32(0)).sum(axis=2, dtype=np.float64) / count
+    exact = (np.take_along_axis(sums, best, axis=2) / (best + 1))[:, :, 0]
     with np.errstate(over="ignore"):
         scales = exact.astype(np.float16)
     lost = ~np.isfinite(scales) | ((scales == 0) & (exact > 0))
     if lost.any():
         value = exact[lost].flat[0]
         _refuse(name, lost, first_row, f"needs the scale {value:.3g}, which does not fit in fp16")
-    kept = kept.reshape(len(values), -1)[:, : values.shape[1]]
-    return np.where(kept, np.sign(values), np.float32(0)).astype(np.int8), scales
+    kept = (blocks >= smallest).reshape(len(values), -1)[:, : values.shape[1]]
+    return (kept & (values > 0)).view(np.int8) - (kept & (values < 0)).view(np.int8), scales
 
 
 def _groups(values: np.ndarray, group: int) -> np.ndarray:
