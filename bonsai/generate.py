@@ -93,20 +93,21 @@ class Model:
             raise InvalidRequest(
                 f"max_context is {max_context:,}, the model was made for {engine.context:,} tokens"
             )
-        self.engine = engine
+        self.description = engine.description
         self.tokenizer = tokenizer
         self.name = name
         self.sampling = Sampling.greedy() if sampling is None else sampling
         self.max_context = min(wanted, engine.context)
+        self._engine: Engine | None = engine
         self._checkpoint = checkpoint
         self._lock = threading.Lock()
         self._idle: Session | None = None  # kept because a session's memory is large
-        self._lent = 0
-        self._closed = False
 
     @property
-    def description(self) -> str:
-        return self.engine.description
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise InvalidRequest(f"{self.name} was closed", hint="load it again")
+        return self._engine
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, {self.description!r}, max_context={self.max_context})"
@@ -184,8 +185,8 @@ class Model:
 
     def session(self) -> Session:
         """Ids in, ids out: a fresh session, for one thread; close it, or use it in a `with`."""
-        self._check_open()
-        return self.engine.session(self.max_context, min(self.tokenizer.size, self.engine.vocab))
+        engine = self.engine
+        return engine.session(self.max_context, min(self.tokenizer.size, engine.vocab))
 
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None
@@ -209,20 +210,19 @@ class Model:
         remedy: str = "shorten the prompt",
     ) -> Request:
         """Everything about one reply, checked. `remedy` completes the hint when it does not fit."""
-        self._check_open()
+        engine = self.engine
         if not prompt:
             raise InvalidRequest("the prompt is empty: there is nothing to reply to")
-        if max(prompt) >= self.engine.vocab:
+        if max(prompt) >= engine.vocab:
             raise FormatError(
-                f"the prompt has token id {max(prompt)}, the model has ids below "
-                f"{self.engine.vocab}",
+                f"the prompt has token id {max(prompt)}, the model has ids below {engine.vocab}",
                 hint="tokenizer and weights come from different models; convert it again",
             )
         room = self.max_context - len(prompt)
         if room < 1:
             raise ContextOverflow(
                 f"prompt has {len(prompt):,} tokens, max_context is {self.max_context:,}",
-                hint=self._more_context(len(prompt), remedy),
+                hint=_more_context(len(prompt), engine.context, remedy),
             )
         if sampling is not None and not isinstance(sampling, Sampling):
             raise InvalidRequest(f"sampling is {sampling!r:.80}, expected a bonsai.Sampling")
@@ -234,13 +234,12 @@ class Model:
     def close(self) -> None:
         """Free the weights; replies that still run end first. Later calls raise InvalidRequest."""
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, None
-            last = self._lent == 0
+            self._engine = None
         if idle is not None:
             idle.close()
-        if last:
-            self._release()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
 
     def __enter__(self) -> Model:
         return self
@@ -268,43 +267,22 @@ class Model:
         """A session for one reply: the idle one, or a new one if others are running."""
         with self._lock:
             session, self._idle = self._idle, None
-            self._lent += 1
+        if session is None:
+            session = self.session()
         healthy = False
         try:
-            if session is None:
-                session = self.session()
             yield session
             healthy = True
         except GeneratorExit:
             healthy = True  # the consumer stopped between two tokens
             raise
         finally:
-            self._take_back(session if healthy else None, session)
-
-    def _take_back(self, kept: Session | None, session: Session | None) -> None:
-        with self._lock:
-            self._lent -= 1
-            if kept is not None and self._idle is None and not self._closed:
-                self._idle, session = kept, None
-            last = self._closed and self._lent == 0
-        if session is not None:
-            session.close()
-        if last:
-            self._release()
-
-    def _release(self) -> None:
-        if self._checkpoint is not None:
-            self._checkpoint.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidRequest(f"{self.name} was closed", hint="load it again")
-
-    def _more_context(self, needed: int, remedy: str) -> str:
-        if needed >= self.engine.context:
-            return f"{remedy}: the model was made for {self.engine.context:,} tokens"
-        larger = min(self.engine.context, 1 << needed.bit_length())
-        return f"{remedy}, or --max-context {larger} (in Python: max_context={larger})"
+            with self._lock:
+                kept = healthy and self._idle is None and self._engine is not None
+                if kept:
+                    self._idle = session
+            if not kept:
+                session.close()
 
 
 def _messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
@@ -324,6 +302,14 @@ def _messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
     if first and prompt[0].get("role") == "system":
         raise InvalidRequest("there are two system messages: `system` and the first of the list")
     return [*first, *prompt]
+
+
+def _more_context(needed: int, model_context: int, remedy: str) -> str:
+    """What to do when a prompt of `needed` tokens does not fit; `remedy` is what always helps."""
+    if needed >= model_context:
+        return f"{remedy}: the model was made for {model_context:,} tokens"
+    larger = min(model_context, 1 << needed.bit_length())
+    return f"{remedy}, or --max-context {larger} (in Python: max_context={larger})"
 
 
 def _count(value: Any, name: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 from contextlib import closing
 
 import pytest
@@ -340,6 +342,17 @@ def test_closed_model_refuses_and_running_replies_end_first():
             call()
     assert [c.text for c in stream] == ["b"]
     assert backend.open_sessions == 0
+
+
+def test_closing_a_model_frees_the_weights():
+    m = model(ScriptedBackend(["a"]))
+    m.generate("Hi")
+    engine = weakref.ref(m.engine)
+    m.close()
+    gc.collect()
+    assert engine() is None
+    assert "scripted" in repr(m)
+    m.close()
 
 
 def test_session_is_ids_in_ids_out():
