@@ -7,7 +7,7 @@ backends read the planes directly and only the reference and tools call `rows`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -15,7 +15,11 @@ from bonsai import affine, ternary
 
 __all__ = ["DENSE", "DenseMatrix", "Matrix", "PackedMatrix", "SignedHadamard", "widen"]
 
-DENSE = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+DENSE: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ Knows the order of the checks. Does not know what a model needs: `models` asks f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +35,7 @@ SMALL = 1 << 20  # files below this are hashed at every open: a tokenizer, the i
 
 
 class Checkpoint:
-    """An opened checkpoint. Arrays are read-only memory maps; they live as long as they are held."""
+    """An opened checkpoint. Arrays are read-only memory maps, valid as long as they are held."""
 
     def __init__(
         self, path: Path, manifest: Manifest, config: dict[str, Any], store: Store
@@ -67,6 +67,8 @@ class Checkpoint:
         manifest = read_manifest(folder)
         store = open_store(folder, manifest)
         try:
+            for name, entry in manifest.files.items():
+                check_size(folder / name, entry.bytes)
             if check != "never":
                 check_hashes(folder, manifest, check == "always", progress)
             return cls(folder, manifest, read_config(folder, manifest), store)
@@ -100,6 +102,10 @@ class Checkpoint:
             raise FormatError(f"{self.path}: there is no tensor '{name}'")
         return self.manifest.tensors[name]
 
+    def planes(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of a logical tensor as they lie in the file, unchecked."""
+        return {plane: self._store.array(plane) for plane in planes(name, self.entry(name))}
+
     def matrix(self, name: str) -> Matrix:
         """A matrix as it lies in the file. Raises FormatError where a scale is not finite."""
         entry = self.entry(name)
@@ -108,7 +114,7 @@ class Checkpoint:
         self._asked.add(name)
         shape = (entry.shape[0], entry.shape[1])
         transform = self._transform(entry)
-        arrays = {plane: self._store.array(plane) for plane in planes(name, entry)}
+        arrays = self.planes(name)
         if entry.group is None:
             return DenseMatrix(name, entry.packing, shape, arrays[name], transform)
         codes, scales = arrays[f"{name}.codes"], arrays[f"{name}.scales"]
@@ -126,10 +132,13 @@ class Checkpoint:
         if not entry.dense:
             raise FormatError(f"{self.path}: {name} is packed as {entry.packing}, not plain values")
         self._asked.add(name)
-        return widen(self._store.array(name), entry.packing)
+        values = self._store.array(name)
+        if not finite(values, entry.packing):
+            raise FormatError(f"{self.path}: {name} has values that are not finite")
+        return widen(values, entry.packing)
 
     def proof(self) -> tuple[str, np.ndarray, np.ndarray] | None:
-        """(matrix, input [in], output [out]) that shows how a transformed matrix must be applied."""
+        """(matrix, input [in], output [out]): what a transformed matrix must make of an input."""
         spec = self.manifest.hadamard
         if spec is None or spec.proof is None:
             return None
@@ -195,7 +204,7 @@ def open_store(folder: Path, manifest: Manifest) -> Store:
             raise FormatError(f"{path}: the file is missing", hint=AGAIN)
     held = [name for name in manifest.files if _holds_tensors(name)]
     for name in held:
-        _check_size(folder / name, manifest.files[name].bytes)
+        check_size(folder / name, manifest.files[name].bytes)
     if held == [NPZ]:
         store: Store = NpzFile(folder / NPZ)
     else:
@@ -227,7 +236,8 @@ def _holds_tensors(name: str) -> bool:
     return name.endswith((".safetensors", ".npz"))
 
 
-def _check_size(path: Path, expected: int) -> None:
+def check_size(path: Path, expected: int) -> None:
+    """Raises FormatError naming both sizes, and saying so when it is a pointer or a web page."""
     size = size_of(path)
     if size != expected:
         with open(path, "rb") as file:
@@ -242,7 +252,6 @@ def check_hashes(
     todo = []
     for name, entry in manifest.files.items():
         path = folder / name
-        _check_size(path, entry.bytes)
         if everything or entry.bytes < SMALL or not stamps.matches(path, entry.sha256):
             todo.append((path, entry))
     total, done = sum(entry.bytes for _, entry in todo), 0
@@ -254,18 +263,18 @@ def check_hashes(
             progress("check", done, total)
 
     for path, entry in todo:
-        found = sha256(path, step)
-        if found != entry.sha256:
-            raise FormatError(hash_problem(path, entry.sha256, found), hint=AGAIN)
+        check_hash(path, entry.sha256, step)
         if entry.bytes >= SMALL:
-            stamps.remember(path, found)
+            stamps.remember(path, entry.sha256)
 
 
-def hash_problem(path: Path, expected: str, found: str) -> str:
-    """One sentence about a file whose content changed."""
-    return (
-        f"{path}: sha256 is {found}, {MANIFEST} says {expected}: the file is damaged or was changed"
-    )
+def check_hash(path: Path, expected: str, step: Callable[[int], None] | None = None) -> None:
+    """Raises FormatError naming both hashes."""
+    found = sha256(path, step)
+    if found != expected:
+        raise FormatError(
+            f"{path}: sha256 is {found}, {MANIFEST} says {expected}: damaged or changed", hint=AGAIN
+        )
 
 
 def read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:

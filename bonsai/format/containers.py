@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -42,13 +42,13 @@ class Sink(Protocol):
 
 
 class SafetensorsSink:
-    """model.safetensors, or shards of at most `shard_bytes` (but at least a tensor) and an index."""
+    """model.safetensors, or shards of at most `shard_bytes` (or one tensor) and an index."""
 
     def __init__(self, folder: Path, shard_bytes: int | None) -> None:
         self._folder = folder
         self._limit = shard_bytes
         self._pads = 0
-        self._shards: list[dict[str, dict]] = []
+        self._shards: list[dict[str, dict[str, Any]]] = []
         self._file: BinaryIO | None = None
         self._size = 0  # data bytes in the current shard
         self._header = 0  # an upper bound of its header's bytes
@@ -65,7 +65,7 @@ class SafetensorsSink:
         self._write(name, dtype, data)
 
     def finish(self) -> list[str]:
-        """Complete the last shard; name the shards and write the index, if there is more than one."""
+        """Complete the last shard; name the shards and write the index if there are several."""
         self._end_shard()
         count = len(self._shards)
         if count == 1:
@@ -133,7 +133,7 @@ class NpzSink:
     """model.npz: stored members, aligned with an extra field, that `numpy.load` opens."""
 
     def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO = open(folder / NPZ, "wb")  # noqa: SIM115
+        self._file: BinaryIO = open(folder / NPZ, "wb")
         self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
 
     def add(self, name: str, dtype: str, values: np.ndarray) -> None:
@@ -178,7 +178,7 @@ def _partial(shard: int) -> str:
     return f"shard-{shard}.partial"
 
 
-def _last(shard: dict[str, dict]) -> dict:
+def _last(shard: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return list(shard.values())[-1]
 
 
@@ -190,4 +190,4 @@ def _entry_bytes(name: str) -> int:
 def _chunks(data: np.ndarray) -> Iterator[memoryview]:
     flat = data.reshape(-1).view(np.uint8)
     for start in range(0, flat.size, CHUNK):
-        yield memoryview(flat[start : start + CHUNK])
+        yield flat[start : start + CHUNK].data

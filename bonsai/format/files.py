@@ -26,9 +26,9 @@ AGAIN = "download it again, or convert the model again"
 def child(folder: Path, name: str, where: str) -> Path:
     """The file `name` in `folder`. `where` says who names it.
 
-    Raises FormatError unless `name` is a plain file name and the file, with symbolic links followed,
-    lies under `folder`, or in `blobs` beside `snapshots` when folder is `snapshots/<commit>` (the
-    layout of the Hugging Face cache). The file need not exist.
+    Raises FormatError unless `name` is a plain file name and the file, with symbolic links
+    followed, lies under `folder`, or in `blobs` beside `snapshots` when folder is
+    `snapshots/<commit>` (the layout of the Hugging Face cache). The file need not exist.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith("."):
         raise FormatError(

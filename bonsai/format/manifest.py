@@ -45,8 +45,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class TensorEntry:
     """One logical tensor. `group` is None where the packing is dense.
 
-    `zeros` is the fraction of zero trits (t2 and t5). `transform` "hadamard" means that the inputs of
-    the matrix are transformed first, with the signs of its input width.
+    `zeros` is the fraction of zero trits (t2 and t5). `transform` "hadamard" means that the inputs
+    of the matrix are transformed first, with the signs of its input width.
     """
 
     packing: str
@@ -283,7 +283,7 @@ def _read_sampling(fields: Fields | None) -> Mapping[str, float] | None:
     found: dict[str, float] = {}
     for key in SAMPLING_KEYS:
         kind = int if key == "top_k" else float
-        value = fields.take(kind, key, None)  # type: ignore[type-var]
+        value = fields.take(kind, key, None)
         if value is not None:
             found[key] = value
     fields.finish()

@@ -7,17 +7,27 @@ nothing evaluated. Does not know packings.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
 import zipfile
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from bonsai.errors import FormatError
 from bonsai.format.files import AGAIN, refuse_impostor, size_of
-from bonsai.format.safetensors_io import DTYPES, MAX_DIMS, MAX_NAME, Mapped, TensorInfo
-from bonsai.format.safetensors_io import map_file, shown_name
+from bonsai.format.safetensors_io import (
+    DTYPES,
+    MAX_DIMS,
+    MAX_NAME,
+    Mapped,
+    TensorInfo,
+    map_file,
+    shown_name,
+)
 
 __all__ = ["NpzFile"]
 
@@ -26,22 +36,25 @@ LOCAL_HEADER = 30
 END_RECORD = 22
 MAX_NPY_HEADER = 4096  # bytes; those of plain arrays have 118
 _NPY = re.compile(
-    rb"\{'descr': '([^'\\]{1,16})', 'fortran_order': (True|False), 'shape': \(([\d, ]{0,200})\), \} *\n"
+    rb"\{'descr': '([^'\\]{1,16})', 'fortran_order': (True|False), "
+    rb"'shape': \(([\d, ]{0,200})\), \} *\n"
 )
 _NAMES = {
     dtype.str: name for name, dtype in DTYPES.items() if name not in ("BF16", "F8_E4M3", "F8_E5M2")
 }
 # NumPy writes bf16 arrays of ml_dtypes as two-byte voids.
 _NAMES |= {"<V2": "V2", "|V2": "V2"}
-_ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, ValueError)
-_ZIP_ERRORS += (struct.error, OverflowError, EOFError, IndexError, MemoryError)
+_ZIP_ERRORS: tuple[type[Exception], ...] = (
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, struct.error),
+    *(NotImplementedError, OSError, ValueError, OverflowError, EOFError, LookupError),
+)
 
 
 class NpzFile(Mapped):
     """One .npz file. bf16 is stored as uint16 (or as NumPy's "V2"); only the manifest tells."""
 
-    bf16 = ("U16", "V2")
-    dtypes = {**DTYPES, "V2": np.dtype("<u2")}
+    bf16: tuple[str, ...] = ("U16", "V2")
+    dtypes = MappingProxyType({**DTYPES, "V2": np.dtype("<u2")})
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -51,7 +64,7 @@ class NpzFile(Mapped):
         try:
             infos = [_array(path, map_, member) for member in members]
             infos.sort(key=lambda info: info.offset)
-            for before, after in zip(infos, infos[1:]):
+            for before, after in pairwise(infos):
                 if before.offset + before.nbytes > after.offset:
                     raise FormatError(
                         f"{path}: {shown_name(after.name)} overlaps {shown_name(before.name)}"
@@ -85,11 +98,16 @@ def _members(path: Path, size: int) -> list[zipfile.ZipInfo]:
     return members
 
 
-def _array(path: Path, data, member: zipfile.ZipInfo) -> TensorInfo:
+def _array(path: Path, data: mmap.mmap, member: zipfile.ZipInfo) -> TensorInfo:
     """Where the array of a stored member lies; `data` is the whole file."""
     name = member.filename.removesuffix(".npy")
     where = f"{path}: {shown_name(member.filename)}"
-    if name == member.filename or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+    if (
+        member.filename != member.orig_filename
+        or name == member.filename
+        or not name.isprintable()
+        or not 0 < len(name) <= MAX_NAME
+    ):
         raise FormatError(f"{where}: not the name of an array (NAME.npy)")
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise FormatError(
@@ -112,7 +130,7 @@ def _array(path: Path, data, member: zipfile.ZipInfo) -> TensorInfo:
     return TensorInfo(name, dtype, shape, start + header, nbytes, path)
 
 
-def _data_offset(where: str, data, member: zipfile.ZipInfo) -> int:
+def _data_offset(where: str, data: mmap.mmap, member: zipfile.ZipInfo) -> int:
     """The byte after a member's local header."""
     begin = member.header_offset
     local = bytes(data[begin : begin + LOCAL_HEADER]) if 0 <= begin < len(data) else b""
@@ -122,7 +140,7 @@ def _data_offset(where: str, data, member: zipfile.ZipInfo) -> int:
     name = bytes(data[begin + LOCAL_HEADER : begin + LOCAL_HEADER + name_length])
     if name != member.orig_filename.encode("utf-8", "replace"):
         raise FormatError(f"{where}: its local header is that of {ascii(name)[:80]}", hint=AGAIN)
-    return begin + LOCAL_HEADER + name_length + extra_length
+    return begin + LOCAL_HEADER + int(name_length) + int(extra_length)
 
 
 def _read_npy(where: str, head: bytes) -> tuple[str, tuple[int, ...], int]:

@@ -1,7 +1,7 @@
 """A safetensors file, checked completely when it is opened, its tensors mapped read-only.
 
-Knows the container: header, dtypes, offsets. Does not know packings or models, so the converter reads
-foreign folders with it too. Stricter than most readers: see docs/format.md.
+Knows the container: header, dtypes, offsets. Does not know packings or models, so the converter
+reads foreign folders with it too. Stricter than most readers: see docs/format.md.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Mapped:
 class SafetensorsFile(Mapped):
     """One .safetensors file. `metadata` is its `__metadata__`."""
 
-    bf16 = ("BF16",)
+    bf16: tuple[str, ...] = ("BF16",)
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)

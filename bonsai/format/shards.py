@@ -1,7 +1,7 @@
 """The tensors of a folder in safetensors: one file, or shards with an index.
 
-Knows `model.safetensors` and `model.safetensors.index.json`. Does not know the manifest or packings;
-the converter reads Hugging Face folders with it.
+Knows `model.safetensors` and `model.safetensors.index.json`. Does not know the manifest or
+packings; the converter reads Hugging Face folders with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INDEX = 64 << 20  # bytes
 class ShardedTensors:
     """Every tensor of a folder, whatever file holds it; the same methods as SafetensorsFile."""
 
-    bf16 = ("BF16",)
+    bf16: tuple[str, ...] = ("BF16",)
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)

@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from bonsai import cache
+
 __all__ = ["matches", "remember"]
 
 # A file written this recently may change again without a new mtime (clock ticks are coarse).
@@ -22,7 +24,7 @@ def matches(path: Path, digest: str) -> bool:
     """Whether `path` had this hash when it last looked the way it does now."""
     try:
         stamp = json.loads(_place(path).read_text("utf-8"))
-        return bool(stamp == [str(_real(path)), *_look(path), digest])
+        return bool(stamp == [_real(path), *_look(path), digest])
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -36,7 +38,7 @@ def remember(path: Path, digest: str) -> None:
         place = _place(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f"{place.name}.{os.getpid()}")
-        partial.write_text(json.dumps([str(_real(path)), *look, digest]), "utf-8")
+        partial.write_text(json.dumps([_real(path), *look, digest]), "utf-8")
         os.replace(partial, place)
     except OSError:
         pass
@@ -53,6 +55,5 @@ def _real(path: Path) -> str:
 
 
 def _place(path: Path) -> Path:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     name = hashlib.sha256(os.fsencode(_real(path))).hexdigest()[:32]
-    return Path(home) / "bonsai" / ".checked" / f"{name}.json"
+    return cache.directory() / ".checked" / f"{name}.json"

@@ -20,7 +20,7 @@ _REST = bytes(i for i in range(256) if i not in _STRUCTURE)
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """The object in `data`; `where` names the file in errors. Time and memory grow with len(data)."""
+    """The object in `data`; `where` names the file in errors. Costs time linear in len(data)."""
     if _too_deep(data):
         raise FormatError(f"{where}: not valid JSON, or nested more than {MAX_DEPTH} deep")
     try:

@@ -15,17 +15,17 @@ _EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}
 def finite(values: np.ndarray, packing: str = "f16") -> bool:
     """Whether all are finite; `packing` is the dense one, scales and biases of others are f16."""
     kind = packing if packing in DENSE else "f16"
-    mask = _EXPONENT[kind]
-    flat = values.reshape(-1).view("<u4" if kind == "f32" else "<u2")
+    dtype = np.dtype("<u4" if kind == "f32" else "<u2")
+    mask = dtype.type(_EXPONENT[kind])
+    flat = values.reshape(-1).view(dtype)
     for start in range(0, flat.size, BLOCK):
-        part = flat[start : start + BLOCK] & flat.dtype.type(mask)
-        if part.max() == mask:
+        if (flat[start : start + BLOCK] & mask).max() == mask:
             return False
     return True
 
 
 def narrow(values: np.ndarray, packing: str) -> np.ndarray:
-    """float32 as f32, f16 or bf16 bits, to nearest with ties to even; too large becomes infinite."""
+    """float32 as f32, f16 or bf16 bits, to nearest, ties to even; too large becomes infinite."""
     if packing != "bf16":
         with np.errstate(over="ignore"):
             return values.astype(DENSE[packing])

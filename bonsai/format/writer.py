@@ -27,7 +27,7 @@ from bonsai.format.checkpoint import CONFIG, MANIFEST, Checkpoint
 from bonsai.format.containers import NpzSink, SafetensorsSink, Sink, sync
 from bonsai.format.files import Progress, child, sha256
 from bonsai.format.manifest import FORMAT, VERSION, TensorEntry, check_name, read_tensor
-from bonsai.format.planes import PROOF_INPUT, PROOF_OUTPUT, planes, signs
+from bonsai.format.planes import PROOF_INPUT, PROOF_OUTPUT, Plane, planes, signs
 from bonsai.format.safetensors_io import DTYPES
 from bonsai.format.values import finite, narrow
 from bonsai.matrix import DENSE, DenseMatrix, Matrix, PackedMatrix, SignedHadamard
@@ -41,8 +41,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 class CheckpointWriter:
     """with CheckpointWriter(out) as writer: writer.matrix(m) ...; writer.finish(...).
 
-    Leaving the block without `finish`, for whatever reason, leaves nothing behind. `shard_bytes` cuts
-    safetensors into files of at most that many bytes of tensors (a larger tensor gets its own).
+    Leaving the block without `finish`, for whatever reason, leaves nothing behind. `shard_bytes`
+    cuts safetensors into files of at most that many bytes of tensors; a larger one gets its own.
     `overwrite` allows replacing a checkpoint; any other folder with something in it is refused.
     """
 
@@ -62,7 +62,8 @@ class CheckpointWriter:
             raise InvalidRequest(f"{container} in shards of {shard_bytes} bytes is not possible")
         self._out = Path(os.path.abspath(out_dir))
         self._overwrite = overwrite
-        _check_target(self._out, overwrite)
+        with _writing(self._out):
+            _check_target(self._out, overwrite)
         self._tensors: dict[str, dict[str, Any]] = {}
         self._transforms: dict[int, SignedHadamard] = {}
         self._proof: tuple[str, np.ndarray, np.ndarray] | None = None
@@ -80,7 +81,7 @@ class CheckpointWriter:
                 self._sink = SafetensorsSink(self._folder, shard_bytes)
 
     def matrix(self, matrix: Matrix) -> None:
-        """Write a matrix. Raises ConversionError where a value is not finite or a plane is wrong."""
+        """Write a matrix. Raises ConversionError where a value is not finite or a plane wrong."""
         listed: dict[str, Any] = {"packing": matrix.packing, "shape": list(matrix.shape)}
         if isinstance(matrix, PackedMatrix):
             listed["group"] = matrix.group
@@ -90,7 +91,7 @@ class CheckpointWriter:
         self._write(matrix.name, listed, _parts(matrix))
 
     def vector(self, name: str, values: np.ndarray, packing: str = "f32") -> None:
-        """Write float32 values of any shape as f32, f16 or bf16 (rounded to nearest, ties to even)."""
+        """Write float32 values of any shape as f32, f16 or bf16 (to nearest, ties to even)."""
         values = np.asarray(values)
         if packing not in DENSE or values.dtype != np.float32:
             raise ConversionError(f"{name}: {values.dtype} values as {packing!r}, expected float32")
@@ -120,7 +121,8 @@ class CheckpointWriter:
     ) -> Path:
         """Complete the checkpoint and give it its name; returns the folder.
 
-        `source` and `sampling` are as in manifest.json. `progress("hash", done, total)` counts bytes.
+        `source` and `sampling` are as in manifest.json. `progress("hash", done, total)` counts
+        bytes.
         """
         hadamard = self._write_hadamard()
         with _writing(self._out):
@@ -170,7 +172,7 @@ class CheckpointWriter:
         self._add(planes(name, entry), parts)
         self._tensors[name] = listed
 
-    def _add(self, wanted: Mapping[str, tuple], parts: Mapping[str, np.ndarray]) -> None:
+    def _add(self, wanted: Mapping[str, Plane], parts: Mapping[str, np.ndarray]) -> None:
         with _writing(self._out):
             for plane, (dtype, _) in wanted.items():
                 self._sink.add(plane, dtype, parts[plane])
@@ -198,6 +200,12 @@ class CheckpointWriter:
 
     def _add_transform(self, name: str, width: int, transform: SignedHadamard) -> None:
         """One sign vector per width and one block for all: refuse a second one."""
+        good = transform.signs.shape == (width,) and (np.abs(transform.signs) == 1).all()
+        if not good or transform.block & (transform.block - 1) or width % transform.block:
+            raise ConversionError(
+                f"{name}: a transform of block {transform.block} with signs "
+                f"{list(transform.signs.shape)} does not fit inputs of {width}"
+            )
         first = self._transforms.setdefault(width, transform)
         blocks = {known.block for known in self._transforms.values()}
         if len(blocks) > 1 or not np.array_equal(first.signs, transform.signs):
@@ -328,5 +336,13 @@ def _writing(out: Path, folder: Path | None = None) -> Iterator[None]:
         raise BonsaiError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def _json(values: Mapping[str, Any]) -> bytes:
+    """JSON for people: one line per key, and per entry where an object holds objects."""
+    lines = []
+    for key, value in values.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
+            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = "{\n" + ",\n".join(inner) + "\n }"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
