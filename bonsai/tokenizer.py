@@ -1,0 +1,261 @@
+"""Text to token ids and back, and chats to ids.
+
+Knows that text from users must not become control tokens. Does not know files (`tokenizer_file`),
+how bytes become text (`stream`), or what templates may do (`template`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bonsai.errors import InvalidRequest
+from bonsai.format.files import child, read_small
+from bonsai.stream import StreamDecoder
+from bonsai.template import ChatTemplate, read_templates
+from bonsai.template.messages import Marks, mapped, read_messages, read_tools, texts_of
+from bonsai.tokenizer_file import TokenizerFile, guarded
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+__all__ = ["Tokenizer"]
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """The tokenizer of one model. Safe to share between threads.
+
+    size               ids that exist are 0 to size - 1; a model may have more rows
+    eos                ids that end a reply, from all files that name some
+    bos                the id of the bos token, or None
+    prefix             ids that belong before raw text: what `add_bos` adds, often nothing
+    has_chat_template  whether `render` and `encode_chat` work
+    """
+
+    def __init__(self, file: TokenizerFile, templates: Mapping[str, tuple[str, str]]) -> None:
+        self.size = file.size
+        self.eos = file.eos
+        self.bos = file.bos
+        self.prefix = file.prefix
+        self._file = file
+        self._sources = templates
+        self._templates: dict[str, ChatTemplate] = {}
+        self._plain: dict[bool, Library] = {}
+        self._bytes: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        by_content = {token.content: token for token in file.added.values()}
+        found = file.finder.get_added_tokens_decoder()
+        self._found = {i: by_content[token.content] for i, token in found.items()}
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Tokenizer:
+        """The tokenizer in a model folder: tokenizer.json, and what lies beside it.
+
+        Raises FormatError, or UnsupportedModel for a decoder or post-processor we do not know.
+        """
+        folder = Path(folder)
+        file = TokenizerFile.read(folder)
+        config = str(folder / "tokenizer_config.json")
+        templates = read_templates(file.config.get("chat_template"), config)
+        sources = {name: (source, config) for name, source in templates.items()}
+        path = child(folder, "chat_template.jinja", str(folder))
+        if path.exists():
+            sources["default"] = (read_small(path).decode("utf-8", "replace"), str(path))
+        return cls(file, sources)
+
+    # ---- text ----------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, special: bool = False, add_bos: bool = False) -> list[int]:
+        """The ids of a text.
+
+        special  the text may spell control tokens (<|im_end|>); otherwise, as for all text from
+                 users, what looks like one becomes ordinary pieces that decode to the same text
+        add_bos  put `prefix` in front, unless the ids begin with it
+        """
+        if not isinstance(text, str):
+            raise InvalidRequest(f"the text is of type {type(text).__name__}, expected str")
+        if special or not self._controls(text):
+            ids = _ids(self._file.full, text)
+        else:
+            ids = self._encode_plain(text, later=False)
+        prefix = list(self.prefix) if add_bos else []
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of ids, without special tokens unless `special`; ids that do not exist are
+        nothing, bytes that are no character are U+FFFD."""
+        decoder = self.stream_decoder(special=special)
+        return decoder.push_all(ids) + decoder.flush()
+
+    def stream_decoder(self, *, special: bool = False) -> StreamDecoder:
+        """A decoder for ids as they come; its texts together are `decode` of the ids."""
+        spell = self._spell_all if special else self._spell
+        return StreamDecoder(spell, strip_first=self._file.spelling.strip_first)
+
+    def _spell(self, token: int) -> bytes:
+        added = self._file.added.get(token)
+        return b"" if added is not None and added.special else self._spell_all(token)
+
+    def _spell_all(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._spelled(token)
+        return known
+
+    def _spelled(self, token: int) -> bytes:
+        if token in self._file.added:
+            return self._file.added[token].content.encode()
+        if not 0 <= token < self.size:
+            return b""
+        text = self._file.full.id_to_token(token)
+        return b"" if text is None else self._file.spelling.spell(text)
+
+    # ---- chats ---------------------------------------------------------------------------------
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._sources)
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        think: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text that the chat template makes of `messages`.
+
+        tools  JSON schemas of functions that the model may call
+        think  sets the template's `enable_thinking` where it has that switch; None leaves it alone
+        add_generation_prompt  end with the header of the assistant's next message
+
+        Raises InvalidRequest: for messages that are none, and for whatever the template refuses.
+        """
+        pieces = self._rendered(messages, tools, think, add_generation_prompt)
+        return "".join(text for text, _ in pieces)
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        think: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The ids of `render`. Control tokens come from the template only: what messages and tools
+        spell are ordinary pieces. In messages of the assistant, tokens that are not special (such
+        as <think>) stay tokens, because the model wrote them."""
+        pieces = self._rendered(messages, tools, think, add_generation_prompt)
+        if not any(marked for _, marked in pieces):
+            return _ids(self._file.full, "".join(text for text, _ in pieces))
+        ids: list[int] = []
+        run = ""  # text up to the next control token, marked parts included
+        for text, marked in pieces:
+            spans = [] if marked else self._controls(text)
+            done = 0
+            for start, end, token in spans:
+                ids += self._encode_plain(run + text[done:start], later=bool(ids))
+                ids.append(token)
+                run, done = "", end
+            run += text[done:]
+        return ids + self._encode_plain(run, later=bool(ids))
+
+    def _rendered(
+        self, messages: Messages, tools: Tools | None, think: bool | None, prompt: bool
+    ) -> list[tuple[str, bool]]:
+        """The rendered text in pieces, and whether each is user text that spells a token."""
+        plain, schemas = read_messages(messages), read_tools(tools)
+        template = self._template("tool_use" if schemas else "default")
+        if schemas and not template.mentions("tools"):
+            raise InvalidRequest(
+                f"{template.where}: the chat template has no place for tools",
+                hint="this model was not made to call tools; leave them out",
+            )
+        size = sum(len(text) for text in texts_of([plain, schemas]))
+        plain, schemas, marks = self._marked(plain, schemas, template)
+        variables = {
+            **self._file.names,
+            "messages": plain,
+            "tools": schemas,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+        if think is not None and template.mentions("enable_thinking"):
+            variables["enable_thinking"] = think
+        text = template.render(variables, size)
+        return [(text, False)] if marks is None else marks.split(text)
+
+    def _marked(
+        self, messages: Any, tools: Any, template: ChatTemplate
+    ) -> tuple[Any, Any, Marks | None]:
+        """Messages and tools with the parts marked that spell control tokens."""
+        spans: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+        for own, value in (*((m["role"] == "assistant", m) for m in messages), (False, tools)):
+            for text in texts_of(value):
+                if (text, own) not in spans:
+                    found = self._controls(text, special_only=own)
+                    spans[text, own] = [(start, end) for start, end, _ in found]
+        if not any(spans.values()):
+            return messages, tools, None
+        for i, message in enumerate(messages):
+            if spans[message["role"], message["role"] == "assistant"]:
+                raise InvalidRequest(f"messages[{i}].role spells a control token")
+        marks = Marks([template.source, *(text for text, _ in spans)])
+
+        def marked(value: Any, own: bool) -> Any:
+            return mapped(value, lambda text: marks.wrap(text, spans[text, own]))
+
+        messages = [marked(message, message["role"] == "assistant") for message in messages]
+        return messages, marked(tools, False), marks
+
+    def _template(self, name: str) -> ChatTemplate:
+        name = name if name in self._sources else "default"
+        if name not in self._sources:
+            raise InvalidRequest(
+                f"{self._file.path.parent}: the model has no chat template",
+                hint="--raw lets it continue a text; it may not be made for chats",
+            )
+        with self._lock:
+            if name not in self._templates:
+                self._templates[name] = ChatTemplate(*self._sources[name])
+            return self._templates[name]
+
+    # ---- control tokens ------------------------------------------------------------------------
+
+    def _controls(self, text: str, special_only: bool = False) -> list[tuple[int, int, int]]:
+        """(start, end, id) of the control tokens that the text spells."""
+        found = guarded(self._file.finder.encode, text, add_special_tokens=False)
+        controls = []
+        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
+            added = self._found.get(i)
+            if added is not None and (added.special if special_only else added.control):
+                controls.append((start, end, added.id))
+        return controls
+
+    def _encode_plain(self, text: str, *, later: bool) -> list[int]:
+        """The ids of a text in which nothing is a control token."""
+        if not text:
+            return []
+        with self._lock:
+            if later not in self._plain:
+                self._plain[later] = self._file.plain(later=later)
+        ids = _ids(self._plain[later], text)
+        for token in set(ids) & self._file.added.keys() - {self._file.unknown}:
+            if self._file.added[token].control:
+                name = self._file.added[token].content
+                raise InvalidRequest(
+                    f"the text cannot be told apart from the control token {name!r}"
+                )
+        return ids
+
+
+def _ids(library: Library, text: str) -> list[int]:
+    ids: list[int] = guarded(library.encode, text, add_special_tokens=False).ids
+    return ids
