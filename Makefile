@@ -31,7 +31,9 @@ test-oracles: .venv/oracles.stamp
 check: .venv/check.stamp
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
-	$(VENV) -m mypy bonsai convert
+	rm -rf build/types && mkdir -p build/types
+	cp -R bonsai build/types/bonsai && cp -R convert build/types/bonsai/convert
+	cd build/types && ../../$(VENV) -m mypy --config-file ../../pyproject.toml -p bonsai
 	$(VENV) tools/size.py
 
 bench: .venv/demo.stamp

@@ -266,7 +266,7 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DownloadBroken(
             f"cannot download {name}: {first}",
-            hint="check the network and run it again; it goes on where it stopped",
+            hint="check the network and run it again; files that are complete are kept",
         ) from error
 
 

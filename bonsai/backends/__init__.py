@@ -67,8 +67,12 @@ class Session(Protocol):
     def restore(self, snapshot: Any) -> None: ...
 
     def close(self) -> None:
-        """Free the state; every later call raises."""
+        """Free the state; every later call raises. Leaving a `with` block does it too."""
         ...
+
+    def __enter__(self) -> Session: ...
+
+    def __exit__(self, *exception: object) -> None: ...
 
 
 class Engine(Protocol):

@@ -115,9 +115,7 @@ def _prompt(given: str | None) -> str:
     """PROMPT and standard input as one text; a usage error where that is nothing."""
     waits = options.standard_input_is_terminal()
     if given is None and waits:
-        raise options.usage(
-            "no prompt given", 'bonsai "Why is the sky blue?", or pipe text to it'
-        )
+        raise options.usage("no prompt given", 'bonsai "Why is the sky blue?", or pipe text to it')
     if given is None or given == "-":
         text = options.read_standard_input()
     elif waits:

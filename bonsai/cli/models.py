@@ -177,15 +177,17 @@ def _bring(
 ) -> None:
     """Fetch one commit into `folder` and leave a checked checkpoint at its place in the store."""
     from bonsai import download, hub
-    from bonsai.convert import convert
-    from bonsai.format import Checkpoint
 
     own = None if file else download.checkpoint_files(repository, folder, report)
     files = own or download.select(repository, file)
     download.fetch(repository, files, folder, report)
     place = hub.place(name, repository.commit)
     if own:
+        from bonsai.format import Checkpoint
+
         Checkpoint.open(folder, check="always", progress=report).close()
         folder.rename(place)
     else:
+        from bonsai.convert import convert
+
         convert(folder / files[0] if len(files) == 1 else folder, place, progress=report)
