@@ -22,13 +22,17 @@ def codes_shape(packing: str, rows: int, columns: int, group: int) -> tuple[int,
 
 
 def pack(codes: np.ndarray, packing: str, group: int) -> np.ndarray:
-    """The uint8 plane of unsigned `codes` [rows, K], K padded with 0; q4: low nibble first."""
+    """The uint8 plane of unsigned `codes` [rows, K], K padded with 0; q4: low nibble first.
+
+    Raises ValueError on codes that need more bits.
+    """
+    top = 2 ** BITS[packing] - 1
+    if codes.size and not 0 <= codes.min() <= codes.max() <= top:
+        raise ValueError(f"{packing}: codes must be 0 to {top}")
     missing = padded(codes.shape[1], group) - codes.shape[1]
     data = np.pad(codes.astype(np.uint8), ((0, 0), (0, missing)))
     if BITS[packing] == 8:
         return data
-    if data.size and data.max() > 15:
-        raise ValueError("q4: codes must be 0 to 15")
     return data[:, 0::2] | (data[:, 1::2] << np.uint8(4))
 
 

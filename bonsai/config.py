@@ -32,14 +32,14 @@ class Fields:
         self.where = where
 
     def take(self, kind: type[T], key: str, default: T | None = _MISSING) -> T:
-        """The value of `key` as `kind`; an int is accepted for a float, a bool never for a number."""
+        """The value of `key` as `kind`; an int is taken for a float, a bool never for a number."""
         value = self._values.pop(key, _MISSING)
         if value is _MISSING:
             if default is _MISSING:
                 raise UnsupportedModel(f"{self.where}: '{key}' is missing")
             return default  # type: ignore[return-value]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 2**1023 else math.inf
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UnsupportedModel(
                 f"{self.where}: '{key}' is {_shown(value)}, expected {kind.__name__}"
@@ -69,9 +69,7 @@ class Fields:
         value = self._values.pop(key, accepted[0])
         if value not in accepted:
             wanted = ", ".join(repr(a) for a in accepted)
-            raise UnsupportedModel(
-                f"{self.where}: '{key}' is {_shown(value)}; supported: {wanted}"
-            )
+            raise UnsupportedModel(f"{self.where}: '{key}' is {_shown(value)}; supported: {wanted}")
 
     def ignore(self, *keys: str) -> None:
         """Drop keys that cannot change the maths of inference."""
@@ -92,8 +90,8 @@ class Fields:
 class Yarn:
     """YaRN scaling of the rotary frequencies; always on, from position 0.
 
-    `factor` stretches `original_context`; pairs that turn more than `beta_fast` times within it keep
-    their frequency, those under `beta_slow` are divided by `factor`, and a ramp joins the two.
+    `factor` stretches `original_context`; pairs that turn more than `beta_fast` times within it
+    keep their frequency, those under `beta_slow` are divided by `factor`, and a ramp joins the two.
     `attention_factor` multiplies cos and sin (0.1 ln(factor) + 1 when a checkpoint does not say).
     """
 
@@ -113,7 +111,7 @@ class RopeSpec:
     yarn: Yarn | None = None
 
     def frequencies(self) -> list[float]:
-        """Radians per position of each of the dims/2 pairs (YaRN: arXiv 2309.00071, section 3.4)."""
+        """Radians per position of the dims/2 pairs (YaRN: arXiv 2309.00071, section 3.4)."""
         half = self.dims // 2
         plain = [self.theta ** (-2.0 * i / self.dims) for i in range(half)]
         if self.yarn is None:
@@ -157,7 +155,8 @@ def read_rope(fields: Fields, head_dim: int) -> RopeSpec:
         attention_factor=scaling.take(float, "attention_factor"),
     )
     scaling.finish()
-    if min(yarn.factor, yarn.beta_slow, yarn.attention_factor) <= 0 or yarn.beta_fast <= yarn.beta_slow:
+    smallest = min(yarn.factor, yarn.beta_slow, yarn.attention_factor)
+    if smallest <= 0 or yarn.beta_fast <= yarn.beta_slow:
         raise UnsupportedModel(f"{scaling.where}: {yarn} is not a valid scaling")
     return RopeSpec(theta, dims, yarn)
 

@@ -7,7 +7,7 @@ backends read the planes directly and only the reference and tools call `rows`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -45,8 +45,8 @@ class SignedHadamard:
 class PackedMatrix:
     """A [out, in] matrix of codes with one fp16 scale (q4, q8: and bias) per group along `in`.
 
-    `packing` is "t2", "t5", "b1" (value = scale * trit) or "q4", "q8" (value = scale * code + bias).
-    `codes` is laid out as `ternary` or `affine` say; `scales` and `biases` are float16
+    `packing` is "t2", "t5", "b1" (value = scale * trit) or "q4", "q8" (value = scale * code +
+    bias). `codes` is laid out as `ternary` or `affine` say; `scales` and `biases` are float16
     [out, padded(in) / group]. `transform` is applied to the input of a linear, if there is one.
     """
 
@@ -96,10 +96,10 @@ class DenseMatrix:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes
+        return int(self.values.nbytes)
 
 
-Matrix = Union[PackedMatrix, DenseMatrix]
+Matrix = PackedMatrix | DenseMatrix
 
 
 def widen(values: np.ndarray, packing: str) -> np.ndarray:

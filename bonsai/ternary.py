@@ -48,9 +48,10 @@ def pack(trits: np.ndarray, packing: str, group: int) -> np.ndarray:
     Raises ValueError on other values, and on zeros where the packing has none (b1).
     """
     kind = _packing(packing, group)
-    values = np.asarray(trits, dtype=np.int8)
-    if values.ndim != 2 or (values.size and (values.min() < -1 or values.max() > 1)):
+    given = np.asarray(trits)
+    if given.ndim != 2 or (given.size and (given.min() < -1 or given.max() > 1)):
         raise ValueError(f"{packing}: trits must be a matrix of -1, 0 and 1")
+    values = given.astype(np.int8)
     if packing == "b1" and not values.all():
         raise ValueError("b1 has no zero; use t2 or t5")
     missing = padded(values.shape[1], group) - values.shape[1]
