@@ -24,7 +24,8 @@ LONGEST_PIECE = 1024  # characters; sentencepiece makes at most 16 unless told o
 # Tokens that end a turn or a text in some model family. Files often name only one of theirs.
 ENDS = frozenset(
     """<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end_of_text|> <|end|> <|return|> <|call|>
-    <end_of_turn> <end_of_utterance> <｜end▁of▁sentence｜> <EOT> [EOT] [EOS] <eos> </s>""".split()
+    <end_of_turn> <end_of_utterance> <\uff5cend\u2581of\u2581sentence\uff5c> <EOT> [EOT] [EOS] <eos>
+    </s>""".split()
 )
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -100,8 +101,8 @@ class Vocabulary:
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str = "GGUF") -> dict[str, bytes]:
-    """File name -> contents: tokenizer.json, tokenizer_config.json, generation_config.json and, where
-    the file has one, chat_template.jinja.
+    """File name -> contents: tokenizer.json, tokenizer_config.json, generation_config.json and,
+    where the file has one, chat_template.jinja.
 
     `metadata` are the keys of the file, `where` is its name in errors. Raises FormatError for a
     damaged vocabulary, UnsupportedModel for a kind that cannot be encoded identically.
@@ -143,7 +144,7 @@ def _take(metadata: Mapping[str, Any], key: str, kind: type, where: str, *defaul
 
 def _take_list(metadata: Mapping[str, Any], key: str, kinds: Any, where: str) -> list[Any]:
     values = metadata.get(key)
-    if hasattr(values, "tolist"):
+    if values is not None and hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         raise FormatError(f"{where}: {key} is {'missing' if values is None else 'not an array'}")
