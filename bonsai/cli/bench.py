@@ -72,11 +72,10 @@ def bench(
         started = time.perf_counter()
         model = load(report)
         load_s = time.perf_counter() - started
-        with model:
-            found = timing.run(
-                model, prompt=prompt, reply=reply, depth=depth, repetitions=repetitions,
-                load_s=load_s, progress=report,
-            )  # fmt: skip
+        found = timing.run(
+            model, prompt=prompt, reply=reply, depth=depth, repetitions=repetitions,
+            load_s=load_s, progress=report,
+        )  # fmt: skip
     for line in _lines(model, found):
         click.echo(line)
     if json_:

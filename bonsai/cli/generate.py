@@ -94,7 +94,7 @@ def facts(model: Model, load: Load, completion: Completion) -> dict[str, Any]:
             "decode_tps": timings.decode_tps,
         },
         "model": load.name,
-        "backend": model.description,
+        "backend": model.engine.description,
     }
 
 
