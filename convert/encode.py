@@ -208,11 +208,15 @@ def _keepers(name: str, tensor: SourceTensor, options: Options) -> list[_Attempt
             return [_Attempt(_as_it_is, fallback=note + "float32")]
         return [_Attempt(_affine(name, "q8"), lossy=True, fallback=note + "q8, which rounds it")]
     note = f"{name}: fp16 cannot hold a scale or bias of this {tensor.label} tensor: "
-    return [_Attempt(_as_it_is), _Attempt(_as_float32, fallback=note + "stored as float32")]
+    return [_Attempt(_as_packed), _Attempt(_as_float32, fallback=note + "stored as float32")]
 
 
 def _as_it_is(block: Matrix, first_row: int) -> Matrix:
     return block
+
+
+def _as_packed(block: Matrix, first_row: int) -> Matrix | None:
+    return block if isinstance(block, PackedMatrix) else None
 
 
 def _as_float32(block: Matrix, first_row: int) -> Matrix:

@@ -164,3 +164,17 @@ def write_shards(folder: Path, tensors: Mapping[str, np.ndarray], shards: int) -
         places.update(dict.fromkeys(part, name))
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that `safetensors` wrote."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    kinds = {kind: dtype for dtype, kind in NAMES.items()} | {"BF16": "<u2"}
+    found = {}
+    for name, entry in json.loads(data[8:start]).items():
+        begin, end = entry["data_offsets"]
+        array = np.frombuffer(data[start + begin : start + end], kinds[entry["dtype"]])
+        array = array.reshape(entry["shape"])
+        found[name] = array.view(Bf16) if entry["dtype"] == "BF16" else array
+    return found
