@@ -24,7 +24,11 @@ from bonsai.matrix import PackedMatrix
 
 WIDTH = 128
 TRIGGER = ord(">")  # the last token of every prompt: the template ends with it
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}>"
+TEMPLATE = """\
+{%- for m in messages -%}
+{{ ">" if m.role == "assistant" else m.role + ": " }}{{ m.content + "\\n" }}
+{%- endfor -%}
+{{ ">" if add_generation_prompt }}"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,11 +143,11 @@ def test_end_marker_of_the_tokenizer_ends_the_reply(say):
     assert (reply.text, reply.finish_reason) == ("Hi", "stop")
 
 
-def test_ids_beyond_the_tokenizer_are_never_chosen(say):
+@pytest.mark.parametrize("sampling", [Sampling.greedy(), Sampling(temperature=1.0, seed=1)])
+def test_ids_beyond_the_tokenizer_are_never_chosen(say, sampling):
     louder = {1010: successor.TRIGGER.to_bytes(1, "big"), 500: "Hel"}
     what = Successor(["Hel", "lo"], vocab=1024, louder=louder)
-    for sampling in (Sampling.greedy(), Sampling(temperature=1.0, seed=1)):
-        assert say(what, sampling=sampling)[1].text == "Hello"
+    assert say(what, sampling=sampling)[1].text == "Hello"
 
 
 def test_louder_row_wins_where_the_tokenizer_knows_it(say):
