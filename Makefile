@@ -3,7 +3,7 @@
 # make test-oracles  the tests against independent implementations (installs torch and others)
 # make check         ruff, mypy, and the size of files and functions
 # make bench         speed of the small real model on this machine
-# make help-docs     write docs/cli.md from the command's own help
+# make help-docs     write docs/cli.md and docs/ops.md from the help texts and docstrings
 # make clean         remove what make made
 #
 # Needs only Python 3.10+ and a C++ compiler. PYTHON=... chooses the interpreter.
@@ -41,7 +41,8 @@ bench: .venv/demo.stamp
 	$(VENV) -m bonsai bench -m $(MODEL) $(ARGS)
 
 help-docs: .venv/demo.stamp
-	$(VENV) tools/help_docs.py
+	$(VENV) docs/make_cli.py
+	$(VENV) docs/make_ops.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -49,7 +49,9 @@ class Verbs(click.Group):
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="bonsai-lm", prog_name="bonsai", message="%(prog)s %(version)s")
+@click.version_option(
+    package_name="bonsai-lm", message="bonsai %(version)s", help="Show the version and exit."
+)
 @options.verbosity
 def cli() -> None:
     """Run ternary language models on your own machine.

@@ -217,8 +217,8 @@ def model_options(verb: Verb) -> Verb:
                      default="auto",
                      help="auto, cpu or reference. Default: $BONSAI_BACKEND, or auto."),
         click.option("--max-context", type=POSITIVE, metavar="N",
-                     help="Tokens of state to reserve. Default: what the model was made for, "
-                     "within reason."),
+                     help="Tokens that prompt and reply may have together. Default: what the "
+                     "model was made for, at most 8192."),
         click.option("--threads", type=POSITIVE, metavar="N",
                      help="CPU threads. Default: the physical cores that this process may use."),
         click.option("--revision", type=TEXT, metavar="REV",

@@ -1,5 +1,7 @@
 """Write docs/cli.md from the commands themselves; a test fails when the file is stale.
 
+    python docs/make_cli.py
+
 The text does not depend on the version of click: only names, metavars and help texts are used.
 """
 
@@ -13,12 +15,14 @@ import click
 
 from bonsai.cli import cli
 
-OUT = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-HEAD = """# The command line
+OUT = Path(__file__).resolve().parent / "cli.md"
+HEAD = """\
+<!-- Written by docs/make_cli.py from the help texts of the commands. Do not edit. -->
 
-Written by `make help-docs` from the help texts of the commands. Exit codes: 0 good, 1 an error,
-2 wrong usage, 130 interrupted. stdout carries the answer; notes, progress and errors go to stderr,
-notes and progress only if it is a terminal or with `-v`.
+# The command line
+
+Exit codes: 0 good, 1 an error, 2 wrong usage, 130 interrupted. stdout carries the answer; notes,
+progress and errors go to stderr, notes and progress only if it is a terminal or with `-v`.
 
 Environment: `BONSAI_MODEL`, `BONSAI_BACKEND`, `HF_HOME` (and `HF_ENDPOINT`, which the hub client
 reads), and `BONSAI_CPU_ISA`, which forces a lower instruction set of the cpu backend.
@@ -62,6 +66,5 @@ def _flags(option: click.Option) -> str:
 
 
 if __name__ == "__main__":
-    OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(render(), encoding="utf-8", newline="\n")
     print(OUT)
