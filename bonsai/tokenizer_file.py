@@ -239,7 +239,7 @@ def _eos(folder: Path, named: int | None) -> frozenset[int]:
         value = read_json(folder, file).get(key)
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise FormatError(f"{folder / file}: {key}: {str(token)[:40]!r} is not a token id")
+                raise FormatError(f"{folder / file}: {key}: {token!r:.40} is not a token id")
             found.add(token)
     return frozenset(found)
 

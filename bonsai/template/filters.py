@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, ValuesView
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.filters import FILTERS, do_indent, make_attrgetter
-from jinja2.sandbox import SecurityError, safe_range
+from jinja2.sandbox import safe_range
 from jinja2.utils import Namespace
 
 from bonsai.template.meter import METER, Meter, Steps, TemplateLimit
@@ -176,7 +177,8 @@ def _check_fields(text: str, specs: list[str], values: Any, meter: Meter) -> Non
     for spec in specs:
         for number in re.findall(r"\d{1,9}", spec):
             _bounded(int(number), "the width of a field")
-    parts = values if isinstance(values, (tuple, list, type({}.values()))) else (values,)
+    several = isinstance(values, (tuple, list, ValuesView))
+    parts = values if several else (values,)
     longest = max((len(_text(part)) for part in parts), default=0)
     meter.room(len(text) + len(specs) * (WIDEST + longest))
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from bonsai.template.filters import check_operator, checked_call, filter_table, function_table
@@ -131,7 +132,7 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         return self._filter("literal", node) if node.ctx == "load" else node
 
-    def _filter(self, name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Node:
+    def _filter(self, name: str, node: nodes.Node, *args: nodes.Node) -> nodes.Node:
         made = nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
         return made.set_environment(self._environment)
 
