@@ -1,6 +1,6 @@
 """Text to token ids and back, and chats to ids.
 
-Knows that text from users must not become control tokens. Does not know files (`tokenizer_file`),
+Knows that text from users must not become control tokens. Does not know files (`files`),
 how bytes become text (`stream`), or what templates may do (`template`).
 """
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from bonsai.errors import InvalidRequest
 from bonsai.format.files import child, read_small
-from bonsai.stream import StreamDecoder
-from bonsai.template import ChatTemplate, read_templates
-from bonsai.template.messages import Marks, mapped, read_messages, read_tools, texts_of
-from bonsai.tokenizer_file import TokenizerFile, guarded
+from bonsai.tokenizer.files import TokenizerFile, guarded
+from bonsai.tokenizer.messages import Marks, mapped, read_messages, read_tools, texts_of
+from bonsai.tokenizer.stream import StreamDecoder
+from bonsai.tokenizer.template import ChatTemplate, read_templates
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -20,7 +20,7 @@ from jinja2.filters import FILTERS, do_indent, make_attrgetter
 from jinja2.sandbox import safe_range
 from jinja2.utils import Namespace
 
-from bonsai.template.meter import METER, Meter, Steps, TemplateLimit
+from bonsai.tokenizer.meter import METER, Meter, Steps, TemplateLimit
 
 __all__ = ["check_operator", "checked_call", "filter_table", "function_table"]
 

@@ -13,8 +13,8 @@ import jinja2
 from jinja2 import nodes
 
 from bonsai.errors import FormatError, InvalidRequest
-from bonsai.template.meter import METER, SECONDS, Meter, TemplateLimit
-from bonsai.template.sandbox import MeteredEnvironment
+from bonsai.tokenizer.meter import METER, SECONDS, Meter, TemplateLimit
+from bonsai.tokenizer.sandbox import MeteredEnvironment
 
 __all__ = ["ChatTemplate", "read_templates"]
 

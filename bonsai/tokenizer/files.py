@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bonsai.errors import BonsaiError, FormatError, InvalidRequest, UnsupportedModel
 from bonsai.format.files import child, read_small
-from bonsai.stream import Spelling
+from bonsai.tokenizer.stream import Spelling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

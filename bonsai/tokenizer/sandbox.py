@@ -19,8 +19,8 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from bonsai.template.filters import check_operator, checked_call, filter_table, function_table
-from bonsai.template.meter import METER, Steps
+from bonsai.tokenizer.filters import check_operator, checked_call, filter_table, function_table
+from bonsai.tokenizer.meter import METER, Steps
 
 __all__ = ["MeteredEnvironment"]
 
