@@ -123,28 +123,38 @@ class Successor:
             )
         )
 
+    @property
+    def spec(self) -> tiny.Tiny:
+        vocabulary = self.vocabulary
+        return tiny.Tiny(
+            architecture=self.architecture,
+            layers=1,
+            hidden=WIDTH,
+            ffn=WIDTH,
+            vocab=self.vocab or vocabulary.size,
+            tied=False,
+            context=self.context,
+            eos=tuple(vocabulary.id(e) for e in self.eos),
+        )
 
-def write(out: Path, what: Successor | Sequence[str | bytes], **files: bytes | None) -> Path:
+
+def write(
+    out: Path,
+    what: Successor | Sequence[str | bytes],
+    made: tiny.Weights | None = None,
+    **files: bytes | None,
+) -> Path:
     """A checkpoint folder. `files` are further .json: generation_config=b"{}"; None omits one."""
     what = what if isinstance(what, Successor) else Successor(what)
-    vocabulary = what.vocabulary
-    spec = tiny.Tiny(
-        architecture=what.architecture,
-        layers=1,
-        hidden=WIDTH,
-        ffn=WIDTH,
-        vocab=what.vocab or vocabulary.size,
-        tied=False,
-        context=what.context,
-        eos=tuple(vocabulary.id(e) for e in what.eos),
-    )
-    merged = {**vocabulary.files(), **{f"{name}.json": data for name, data in files.items()}}
+    given = {f"{name}.json": data for name, data in files.items()}
+    merged = {**what.vocabulary.files(), **given}
     kept = {name: data for name, data in merged.items() if data is not None}
-    return tiny.save(out, spec, _weights(spec, what), kept)
+    return tiny.save(out, what.spec, weights(what) if made is None else made, kept)
 
 
-def _weights(spec: tiny.Tiny, what: Successor) -> tiny.Weights:
+def weights(what: Successor) -> tiny.Weights:
     """The tensors of a random tiny model, with the tables of this one and zeros elsewhere."""
+    spec = what.spec
     made = tiny.weights(spec)
     matrices = {name: _packed(name, np.zeros(m.shape)) for name, m in made.matrices.items()}
     vectors = {name: np.ones_like(v) for name, v in made.vectors.items()}

@@ -10,6 +10,7 @@ import successor
 from successor import Successor
 
 import bonsai
+from bonsai.matrix import DenseMatrix
 from bonsai.sampling import Sampling
 
 FLAG = b"\xf0\x9f\x8f\xb3\xef\xb8\x8f\xe2\x80\x8d\xf0\x9f\x8c\x88"  # four code points, one flag
@@ -172,6 +173,26 @@ def test_bad_bytes_of_one_reply_do_not_touch_another(tmp_path, backend):
         for thread in threads:
             thread.join(60)
     assert replies == ["\ufffd(A\ufffd"] * 6
+
+
+def test_logits_that_overflow_end_that_reply_only(tmp_path, backend):
+    """A row of the head gives infinity after one byte, and something finite and small elsewhere."""
+    what = Successor(["Hi"])
+    made = successor.weights(what)
+    rows, head = made.matrices["embedding"].rows(), made.matrices["head"].rows()
+    said = rows[[successor.TRIGGER, what.vocabulary.id("Hi")]]
+    bad = next(b for b in range(ord("A"), ord("z")) if (said @ rows[b] < 0).all())
+    head[0] = 5e36 * rows[bad]  # times 128 is beyond float32
+    made.matrices["head"] = DenseMatrix("head", "f32", head.shape, head)
+    path = successor.write(tmp_path / "m", what, made)
+    with bonsai.load(path, backend=backend) as model:
+        waiting = model.stream(">", raw=True, max_tokens=2)
+        assert next(waiting).text == "Hi"
+        for sampling in (Sampling.greedy(), Sampling(seed=1)):
+            with pytest.raises(bonsai.NumericError, match="not finite"):
+                model.generate(chr(bad), raw=True, sampling=sampling)
+        assert list(waiting) == [] and waiting.completion.finish_reason == "stop"
+        assert model.generate("Hi").text == "Hi"
 
 
 def test_chat_computes_only_what_is_new(tmp_path, backend):
