@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -388,13 +390,8 @@ def test_output_is_utf8_in_every_locale():
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes and signals")
 def test_a_reader_that_leaves_early_is_no_error():
-    code = (
-        "import sys, bonsai.generate as g; from bonsai.testing import ScriptedBackend, model\n"
-        "g.load = lambda *a, **k: model(ScriptedBackend(['word '], ends=False, context=99_999))\n"
-        "from bonsai.cli import main; sys.exit(main(['-m', 'x', 'Hi']))"
-    )
     with subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", ENDLESS, "Hi"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -404,3 +401,45 @@ def test_a_reader_that_leaves_early_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(30) == 0
+
+
+ENDLESS = (
+    "import sys, bonsai.generate as g; from bonsai.testing import ScriptedBackend, model\n"
+    "script = ScriptedBackend(['word '], ends=False, context=10**9)\n"
+    "g.load = lambda *a, **k: model(script, max_context=10**9)\n"
+    "from bonsai.cli import main; sys.exit(main(['-m', 'x', *sys.argv[1:]]))"
+)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_control_c_stops_at_once_and_leaves_the_terminal_sane():
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    command = [sys.executable, "-c", ENDLESS, "Hi"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+    ) as process:
+        seen = b""
+        while b"word " not in seen:
+            seen += os.read(ours, 64)
+        process.send_signal(signal.SIGINT)
+        started = time.perf_counter()
+        seen += _drain(process, ours)
+    assert process.returncode == 130 and time.perf_counter() - started < 5
+    assert termios.tcgetattr(theirs) == before
+    assert seen.endswith(b"\r\n") and b"Traceback" not in seen
+    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h")  # a hidden cursor came back
+
+
+def _drain(process, terminal) -> bytes:
+    """What is written until the process has ended and nothing is left."""
+    seen = b""
+    while True:
+        ended = process.poll() is not None
+        while select.select([terminal], [], [], 0.05)[0]:
+            seen += os.read(terminal, 65536)
+        if ended:
+            return seen
