@@ -64,7 +64,7 @@ def read_small(path: Path, limit: int = SMALL) -> bytes:
         raise FormatError(f"{path}: {size} bytes, at most {limit} are accepted")
     try:
         with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(size)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
     refuse_impostor(path, data[:256])
