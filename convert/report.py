@@ -99,9 +99,9 @@ class ConversionReport:
         count = len(self.tensors)
         yield f"{self.architecture} from {self.kind}: {count} tensors, {self.weights:,} weights"
         yield f"{self.nbytes:,} bytes of tensors, {self.bits_per_weight:.3f} bits per weight"
-        for (source, packing, group), count in self._classes().items():
+        for (what, source, packing, group), count in self._classes().items():
             stored = packing if group is None else f"{packing} in groups of {group}"
-            yield f"  {count} x {source} -> {stored}"
+            yield f"  {count} {what}: {source} -> {stored}"
         if self.zeros is not None:
             yield f"zero weights: {self.zeros:.1%} of the ternary ones"
         error = self.relative_error
@@ -113,5 +113,12 @@ class ConversionReport:
         for text in self.warnings:
             yield f"warning: {text}"
 
-    def _classes(self) -> Counter[tuple[str, str, int | None]]:
-        return Counter((t.source, t.packing, t.group) for t in self.tensors)
+    def _classes(self) -> Counter[tuple[str, str, str, int | None]]:
+        return Counter((_role(t), t.source, t.packing, t.group) for t in self.tensors)
+
+
+def _role(tensor: TensorReport) -> str:
+    """What a line of the summary counts: the embedding and head are often kept more precise."""
+    if tensor.name in ("embedding", "head"):
+        return tensor.name
+    return "linears" if len(tensor.shape) == 2 else "norms"

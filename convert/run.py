@@ -71,8 +71,8 @@ def convert(
     """
     options = Options(quant, group_size, packing, exact, quant_embeddings)
     _check_options(options, kind)
-    found, path = recognise(Path(source))
-    plan = make_plan(OPENERS[kind or found](path, group_size))
+    found, path = recognise(Path(source), kind)
+    plan = make_plan(OPENERS[found](path, group_size))
     with CheckpointWriter(out, container, shard_bytes, overwrite=overwrite) as writer:
         for name, data in plan.model.extras.items():
             writer.file(name, data)

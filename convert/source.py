@@ -19,6 +19,8 @@ from bonsai.matrix import Matrix
 
 __all__ = ["KINDS", "Rows", "SourceModel", "SourceTensor", "recognise", "refuse_rows"]
 
+GGUF_MAGIC = b"GGUF"
+WANTED = "convert reads a GGUF file, a Hugging Face model folder, or a bonsai checkpoint folder"
 KINDS = ("gguf", "huggingface", "bonsai")
 Rows = slice | np.ndarray
 
@@ -60,41 +62,50 @@ class SourceModel:
     proof: tuple[str, np.ndarray, np.ndarray] | None = None
 
 
-def recognise(path: Path) -> tuple[str, Path]:
-    """(kind, path to open) from what is there. Raises an error that says what was found instead."""
-    if path.is_dir():
-        return _recognise_folder(path)
-    if not path.is_file():
-        raise ModelNotFound(f"{path}: no such file or folder")
-    with open(path, "rb") as file:
-        head = file.read(256)
-    if head[:4] == b"GGUF":
-        return "gguf", path
-    raise FormatError(f"{path}: {_what_it_is(head)}", hint=_WANTED)
+def recognise(path: Path, kind: str | None = None) -> tuple[str, Path]:
+    """(kind, path to open), by content unless `kind` says it. Errors say what was found instead."""
+    try:
+        if path.is_dir():
+            return _recognise_folder(path, kind)
+        if not path.is_file():
+            raise ModelNotFound(f"{path}: no such file or folder")
+        with open(path, "rb") as file:
+            head = file.read(256)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if head[:4] != GGUF_MAGIC:
+        raise FormatError(f"{path}: {_what_it_is(head)}", hint=WANTED)
+    if kind not in (None, "gguf"):
+        raise ConversionError(f"{path}: a GGUF file, not a folder of kind {kind!r}")
+    return "gguf", path
 
 
-_WANTED = "convert reads a GGUF file, a Hugging Face model folder, or a bonsai checkpoint folder"
-
-
-def _recognise_folder(path: Path) -> tuple[str, Path]:
-    if (path / "manifest.json").is_file():
-        return "bonsai", path
-    ggufs = sorted(path.glob("*.gguf"))
-    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-        return "huggingface", path
-    if len(ggufs) == 1:
-        return recognise(ggufs[0])
-    if ggufs:
-        names = ", ".join(file.name for file in ggufs[:8])
+def _recognise_folder(path: Path, kind: str | None) -> tuple[str, Path]:
+    found = kind or _kind_of_folder(path)
+    if found != "gguf":
+        return found, path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:8])
         raise ConversionError(
-            f"{path}: {len(ggufs)} GGUF files ({names})", hint="name the file to convert"
+            f"{path}: {len(files)} GGUF files ({names or 'none'})", hint="name the file to convert"
         )
+    return recognise(files[0], "gguf")
+
+
+def _kind_of_folder(path: Path) -> str:
+    if (path / "manifest.json").is_file():
+        return "bonsai"
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return "huggingface"
+    if any(path.glob("*.gguf")):
+        return "gguf"
     if any(path.glob("*.bin")) or any(path.glob("*.pth")):
         raise ConversionError(
             f"{path}: the weights are pickled PyTorch files, which can run code when they are read",
             hint="save the model as safetensors first (save_pretrained does)",
         )
-    raise ConversionError(f"{path}: no model in this folder", hint=_WANTED)
+    raise ConversionError(f"{path}: no model in this folder", hint=WANTED)
 
 
 def _what_it_is(head: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import hf_writer as hf
 import numpy as np
@@ -66,6 +67,32 @@ def test_what_is_no_source_is_said(tmp_path, case):
         convert(tmp_path / "source", tmp_path / "out")
     assert "source" in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_kind_can_be_forced(tmp_path):
+    folder = hf.write(tmp_path / "both")
+    tiny_gguf.write(folder / "model.gguf", hf.Tiny())
+    assert convert(folder, tmp_path / "a").kind == "huggingface"
+    assert convert(folder, tmp_path / "b", kind="gguf").kind == "gguf"
+    for kind in ("bonsai", "huggingface"):
+        with pytest.raises(BonsaiError, match=r"model.gguf"):
+            convert(folder / "model.gguf", tmp_path / "c", kind=kind)
+    with pytest.raises(BonsaiError, match=r"no manifest.json"):
+        convert(folder, tmp_path / "c", kind="bonsai")
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a file one may not read")
+def test_file_that_may_not_be_read(tmp_path):
+    path = tiny_gguf.write(tmp_path / "m.gguf", hf.Tiny())
+    path.chmod(0)
+    with pytest.raises(FormatError, match="cannot be read"):
+        convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_name_that_no_file_can_have(tmp_path, name):
+    with pytest.raises(BonsaiError):
+        convert(tmp_path / name, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +210,8 @@ def test_report_lines_tell_the_classes_bits_zeros_and_error(tmp_path):
     for part in (
         "llama from huggingface: 21 tensors",
         "bits per weight",
-        "14 x F32 -> t2 in groups of 128",
+        "14 linears: F32 -> t2 in groups of 128",
+        "1 embedding: F32 -> f32",
         "zero weights: ",
         "relative error: 0.4",
         "warning: the source was not ternary",
