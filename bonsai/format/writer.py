@@ -87,8 +87,10 @@ class CheckpointWriter:
             listed["group"] = matrix.group
         if matrix.transform is not None:
             listed["transform"] = "hadamard"
-            self._add_transform(matrix.name, matrix.shape[1], matrix.transform)
+            self._check_transform(matrix.name, matrix.shape[1], matrix.transform)
         self._write(matrix.name, listed, _parts(matrix))
+        if matrix.transform is not None:
+            self._transforms.setdefault(matrix.shape[1], matrix.transform)
 
     def vector(self, name: str, values: np.ndarray, packing: str = "f32") -> None:
         """Write float32 values of any shape as f32, f16 or bf16 (to nearest, ties to even)."""
@@ -198,7 +200,7 @@ class CheckpointWriter:
             for name, size in sizes.items()
         }
 
-    def _add_transform(self, name: str, width: int, transform: SignedHadamard) -> None:
+    def _check_transform(self, name: str, width: int, transform: SignedHadamard) -> None:
         """One sign vector per width and one block for all: refuse a second one."""
         good = transform.signs.shape == (width,) and (np.abs(transform.signs) == 1).all()
         if not good or transform.block & (transform.block - 1) or width % transform.block:
@@ -206,8 +208,8 @@ class CheckpointWriter:
                 f"{name}: a transform of block {transform.block} with signs "
                 f"{list(transform.signs.shape)} does not fit inputs of {width}"
             )
-        first = self._transforms.setdefault(width, transform)
-        blocks = {known.block for known in self._transforms.values()}
+        first = self._transforms.get(width, transform)
+        blocks = {transform.block} | {known.block for known in self._transforms.values()}
         if len(blocks) > 1 or not np.array_equal(first.signs, transform.signs):
             raise ConversionError(
                 f"{name}: its transform differs from that of other matrices "
