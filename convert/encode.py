@@ -43,9 +43,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A matrix to write (None once it is written), what happened to it, and a fallback if any."""
+    """A matrix to write, what happened to it, and how it differs from what was asked for, if so."""
 
-    matrix: Matrix | None
+    matrix: Matrix
     report: TensorReport
     fallback: str | None = None
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bonsai.convert.encode import Encoded, Options, encode_matrix, read_vector
+from bonsai.convert.encode import Options, encode_matrix, read_vector
 from bonsai.convert.gguf_model import open_gguf
 from bonsai.convert.huggingface import open_huggingface
 from bonsai.convert.own import open_own
@@ -74,19 +74,30 @@ def convert(
     found, path = recognise(Path(source), kind)
     plan = make_plan(OPENERS[found](path, group_size))
     with CheckpointWriter(out, container, shard_bytes, overwrite=overwrite) as writer:
-        for name, data in plan.model.extras.items():
-            writer.file(name, data)
-        reports, fallbacks = _write_tensors(writer, plan, options, strict, progress)
-        if quant is None and plan.model.proof is not None:
-            writer.proof(*plan.model.proof)
-        target = writer.finish(
-            architecture=plan.model.architecture,
-            config=plan.config,
-            source=plan.model.provenance or _provenance(plan.model, progress),
-            sampling=plan.sampling,
-            tokenizer_size=plan.tokenizer_size,
-            progress=progress,
-        )
+        return _carry_out(writer, plan, options, strict, progress)
+
+
+def _carry_out(
+    writer: CheckpointWriter,
+    plan: Plan,
+    options: Options,
+    strict: bool,
+    progress: Progress | None,
+) -> ConversionReport:
+    model = plan.model
+    for name, data in model.extras.items():
+        writer.file(name, data)
+    reports, fallbacks = _write_tensors(writer, plan, options, strict, progress)
+    if options.quant is None and model.proof is not None:
+        writer.proof(*model.proof)
+    target = writer.finish(
+        architecture=model.architecture,
+        config=plan.config,
+        source=model.provenance or _provenance(model, progress),
+        sampling=plan.sampling,
+        tokenizer_size=plan.tokenizer_size,
+        progress=progress,
+    )
     return _report(target, plan, options, reports, fallbacks)
 
 
@@ -114,30 +125,33 @@ def _write_tensors(
     reports: list[TensorReport] = []
     fallbacks: list[str] = []
     for step in plan.steps:
-        encoded = _write_tensor(writer, plan, step, options)
-        if encoded.fallback is not None:
+        report, fallback = _write_tensor(writer, plan, step, options)
+        if fallback is not None:
             if strict:
-                raise ConversionError(encoded.fallback, hint="this is an error because of strict")
-            fallbacks.append(encoded.fallback)
-        reports.append(encoded.report)
+                raise ConversionError(fallback, hint="this is an error because of strict")
+            fallbacks.append(fallback)
+        reports.append(report)
         done += prod(step.shape)
         if progress is not None:
             progress("convert", done, total)
     return reports, fallbacks
 
 
-def _write_tensor(writer: CheckpointWriter, plan: Plan, step: Step, options: Options) -> Encoded:
+def _write_tensor(
+    writer: CheckpointWriter, plan: Plan, step: Step, options: Options
+) -> tuple[TensorReport, str | None]:
+    """Write one tensor; returns its report and, if it is not stored as asked, a sentence."""
     tensor = plan.model.tensors[step.source]
     if step.role == "vector":
         values = read_vector(step.name, tensor)
         writer.vector(step.name, values)
         report = TensorReport(step.name, tensor.label, "f32", None, step.shape, values.nbytes)
-        return Encoded(None, report)
+        return report, None
     order = source_rows(step.op, plan.config, step.shape[0])
     encoded = encode_matrix(step.name, step.role, tensor, order, options)
     writer.matrix(encoded.matrix)
     tensor.release()
-    return Encoded(None, encoded.report, encoded.fallback)
+    return encoded.report, encoded.fallback
 
 
 def _provenance(model: SourceModel, progress: Progress | None) -> dict[str, Any]:
