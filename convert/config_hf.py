@@ -76,7 +76,7 @@ def read_hf_config(
     """(architecture, our config, quantization, warnings). Nothing but `raw` is looked at."""
     values = {key: value for key, value in raw.items() if value is not None}
     architecture = values.pop("model_type", None)
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedModel(
             f"{where}: model_type {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import hf_writer as hf
@@ -10,7 +11,7 @@ import pytest
 
 import bonsai.convert as convert
 from bonsai.convert.config_hf import read_hf_config
-from bonsai.errors import ConversionError, FormatError, UnsupportedModel
+from bonsai.errors import BonsaiError, ConversionError, FormatError, UnsupportedModel
 from bonsai.format import Checkpoint
 
 
@@ -176,6 +177,17 @@ def test_broken_config_json_is_refused(tmp_path, text):
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(FormatError, match=r"config.json"):
         convert(folder, tmp_path / "out")
+
+
+ODD = ([], {}, [{}], {"a": []}, "x", "", -1, 0, 2**70, 1e300, True, [None], {"rope_type": []})
+KEYS = ("rope_parameters", "layer_types", "quantization", "quantization_config", "sliding_window")
+
+
+@pytest.mark.parametrize("key", [*hf.config(), *KEYS])
+def test_odd_values_never_escape_as_another_error(key):
+    for odd in ODD:
+        with contextlib.suppress(BonsaiError):
+            read_hf_config({**hf.config(), key: odd}, "config.json")
 
 
 def tied_case(tmp_path, tied, head):

@@ -12,7 +12,9 @@ import tiny_gguf
 
 import bonsai.convert as convert
 from bonsai import ternary
-from bonsai.errors import ConversionError, UnsupportedModel
+from bonsai.convert.gguf_model import open_gguf
+from bonsai.convert.plan import make_plan
+from bonsai.errors import BonsaiError, ConversionError, UnsupportedModel
 from bonsai.format import Checkpoint
 
 UP, V, Q = "blk.0.ffn_up.weight", "blk.1.attn_v.weight", "blk.0.attn_q.weight"
@@ -286,3 +288,23 @@ def test_unknown_namespace_gets_a_warning(tmp_path):
     path = gguf.write(tmp_path / "m.gguf", values, tiny_gguf.tensors(hf.Tiny(), hf.weights()))
     report = convert(path, tmp_path / "out")
     assert report.warnings == ("metadata key someone.note is not known and was left out",)
+
+
+def test_flipped_bytes_of_a_header_never_escape_as_another_error(tmp_path):
+    """Every byte up to the tensors, of the vocabulary some: a BonsaiError, or nothing."""
+    spec = hf.Tiny(layers=1, ffn=64, vocab=260)
+    data = tiny_gguf.write(tmp_path / "m.gguf", spec).read_bytes()
+    words = data.index(b"tokenizer.ggml.tokens"), data.index(b"tokenizer.ggml.merges")
+    end = data.index(b"blk.0.attn_v.weight") + 100
+    rng = np.random.default_rng(0)
+    places = [i for i in range(end) if not words[0] + 40 < i < words[1] or i % 97 == 0]
+    refused = 0
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= int(rng.integers(1, 256))
+        (tmp_path / "m.gguf").write_bytes(changed)
+        try:
+            make_plan(open_gguf(tmp_path / "m.gguf", 128))
+        except BonsaiError:
+            refused += 1
+    assert refused > len(places) / 2
