@@ -263,9 +263,10 @@ def check_hashes(
             progress("check", done, total)
 
     for path, entry in todo:
+        before = stamps.look(path)
         check_hash(path, entry.sha256, step)
         if entry.bytes >= SMALL:
-            stamps.remember(path, entry.sha256)
+            stamps.remember(path, entry.sha256, before)
 
 
 def check_hash(path: Path, expected: str, step: Callable[[int], None] | None = None) -> None:

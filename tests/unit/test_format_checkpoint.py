@@ -415,6 +415,25 @@ def test_a_file_written_just_now_gets_no_stamp(model: Path, cache: Path, monkeyp
     assert not stamps.matches(model / "model.safetensors", "0" * 64)
 
 
+def test_a_file_that_changes_while_it_is_hashed_gets_no_stamp(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted(monkeypatch)
+    age(model)
+    real = checkpoint.sha256
+
+    def sha256(path: Path, step=None) -> str:
+        digest = real(path, step)
+        if path.name == "model.safetensors":
+            mutate.flip(path)
+            age(model)
+        return digest
+
+    monkeypatch.setattr(checkpoint, "sha256", sha256)
+    Checkpoint.open(model).close()
+    assert not cache.exists()
+
+
 def test_a_stamp_belongs_to_one_path_and_one_hash(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
