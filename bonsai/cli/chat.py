@@ -12,6 +12,7 @@ from bonsai.cli import options
 from bonsai.cli.console import is_terminal
 from bonsai.cli.generate import answer, timing_line
 from bonsai.cli.options import TEXT, Choices, Load
+from bonsai.errors import BonsaiError
 
 if TYPE_CHECKING:
     from bonsai.chat import Chat
@@ -47,7 +48,17 @@ def chat(system: str | None, load: Load, choices: Choices, **request: Any) -> No
             elif line in ("/help", "/?"):
                 console.note(HELP)
             elif line:
-                _turn(conversation, line, request)
+                _guarded_turn(conversation, line, request)
+
+
+def _guarded_turn(conversation: Chat, message: str, request: dict[str, Any]) -> None:
+    """A turn whose failure a person may answer (a full context with /reset); a pipe cannot."""
+    try:
+        _turn(conversation, message, request)
+    except BonsaiError as error:
+        if not options.standard_input_is_terminal():
+            raise
+        options.console().error(str(error), error.hint, error)
 
 
 def _turn(conversation: Chat, message: str, request: dict[str, Any]) -> None:

@@ -289,6 +289,18 @@ def test_chat_ends_at_an_interrupted_prompt(script, bonsai, monkeypatch):
     assert (result.code, result.out) == (130, "A\n")
 
 
+def test_chat_goes_on_after_an_error_where_a_person_can_answer(script, bonsai, monkeypatch):
+    lines = ["x" * 500, "one", "/exit"]
+    typed = iter(lines)
+    script(["A"], max_context=64)
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
+    result = bonsai("chat", stdin=None)
+    assert (result.code, result.out) == (0, "A\n")
+    assert "error: prompt has " in result.err and result.err.count("error: ") == 1
+    piped = bonsai("chat", stdin="\n".join(lines))
+    assert (piped.code, piped.out) == (1, "")
+
+
 def test_chat_ends_at_the_end_of_input(script, bonsai, monkeypatch):
     script(["A"])
 
