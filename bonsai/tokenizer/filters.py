@@ -20,7 +20,7 @@ from jinja2.filters import FILTERS, do_indent, make_attrgetter
 from jinja2.sandbox import safe_range
 from jinja2.utils import Namespace
 
-from bonsai.tokenizer.meter import METER, Meter, Steps, TemplateLimit
+from bonsai.tokenizer.meter import METER, Meter, TemplateLimit, steps
 
 __all__ = ["check_operator", "checked_call", "filter_table", "function_table"]
 
@@ -59,7 +59,7 @@ def filter_table() -> dict[str, Callable[..., Any]]:
     """All filters by name. The names with spaces are internal: no template can spell them."""
     table = {name: _metered(name, FILTERS[name]) for name in LINEAR}
     table |= {name: _metered(name, own) for name, own in OWN.items()}
-    table["steps of a loop"] = lambda value, weight: Steps(value, weight, METER.get())
+    table["steps of a loop"] = lambda value, weight: steps(value, weight, METER.get())
     table["literal"] = lambda value: METER.get().weighed(value)
     table["concatenation"] = lambda values: METER.get().made(_joined("", values))
     table["part"] = lambda value, start, stop, step: METER.get().made(value[start:stop:step])
@@ -123,7 +123,7 @@ def checked_call(
         raise SecurityError(f"the method {name} of {type(owner).__name__} is not allowed")
     if isinstance(owner, str):
         if name == "join" and len(args) == 1:
-            args = ([_text(value) for value in Steps(args[0], 1, meter)],)
+            args = ([_text(value) for value in steps(args[0], 1, meter)],)
         _check_string_method(owner, name, (*args, *kwargs.values()), meter)
     return args
 
@@ -203,7 +203,7 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 meter.step(len(value) // 64)
             elif isinstance(value, (str, list, tuple, dict, range)):
                 meter.count(len(value))
-        args = tuple(Steps(a, 1, meter) if isinstance(a, types.GeneratorType) else a for a in args)
+        args = tuple(steps(a, 1, meter) if isinstance(a, types.GeneratorType) else a for a in args)
         return meter.made(function(*args, **kwargs))
 
     return metered
@@ -223,7 +223,7 @@ def _bounded(value: Any, what: str, limit: int = WIDEST) -> int:
 
 def _joined(separator: str, values: Iterable[Any]) -> str:
     meter = METER.get()
-    texts = [_text(value) for value in Steps(values, 1, meter)]
+    texts = [_text(value) for value in steps(values, 1, meter)]
     meter.room(sum(map(len, texts)) + len(separator) * len(texts))
     return separator.join(texts)
 
@@ -240,7 +240,7 @@ def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0)
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
     total = start
-    for value in Steps(iterable, 1, METER.get()):
+    for value in steps(iterable, 1, METER.get()):
         if not isinstance(value, (int, float)):  # the sum of n lists would copy n * n / 2 elements
             raise TypeError(f"sum of {type(value).__name__}, expected numbers")
         total += value

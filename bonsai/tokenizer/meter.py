@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["METER", "Meter", "Steps", "TemplateLimit"]
+__all__ = ["METER", "Meter", "TemplateLimit", "steps"]
 
 SECONDS = 5.0
 STEPS = 20_000_000  # nodes of the syntax tree; 10,000 messages in a large template need 5 million
@@ -114,8 +114,14 @@ class Meter:
         self.step(elements)
 
 
+def steps(iterable: Iterable[Any], weight: int, meter: Meter) -> Steps:
+    """The same elements, each of which counts when it is taken."""
+    kind = SizedSteps if hasattr(iterable, "__len__") else Steps
+    return kind(iterable, weight, meter)
+
+
 class Steps:
-    """An iterable that counts what is taken from it. Has a length where the iterable has one."""
+    """What `steps` makes of an iterator."""
 
     __slots__ = ("_iterable", "_meter", "_weight")
 
@@ -128,6 +134,12 @@ class Steps:
         for item in self._iterable:
             self._meter.step(self._weight)
             yield item
+
+
+class SizedSteps(Steps):
+    """What `steps` makes of a list: loops ask for its length, and whether it is empty."""
+
+    __slots__ = ()
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]

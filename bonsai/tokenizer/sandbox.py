@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from bonsai.tokenizer.filters import check_operator, checked_call, filter_table, function_table
-from bonsai.tokenizer.meter import METER, Steps
+from bonsai.tokenizer.meter import METER, steps
 
 __all__ = ["MeteredEnvironment"]
 
@@ -68,7 +68,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         meter = METER.get()
         meter.step(self._macro_weights.get(called.name, 1) if isinstance(called, Macro) else 1)
         if isinstance(called, LoopContext) and args:  # a recursive loop
-            args = (Steps(args[0], self._loop_weight, meter), *args[1:])
+            args = (steps(args[0], self._loop_weight, meter), *args[1:])
         args = checked_call(called, args, kwargs, meter)
         with meter.nested():
             return meter.made(super().call(context, called, *args, **kwargs))
