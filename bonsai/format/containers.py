@@ -24,8 +24,9 @@ from bonsai.format.shards import INDEX, SINGLE
 
 __all__ = ["NpzSink", "SafetensorsSink", "Sink", "sync"]
 
-# Room for about 2,000 tensors; the next shard begins when it is used up.
+# Room for about 2,500 tensors; the next shard begins when it is used up.
 RESERVED = 256 << 10
+ENTRY = 200  # more bytes than an entry of any dtype, shape and offsets takes beside its name
 CHUNK = 16 << 20  # bytes per write; also how long an interrupt may wait
 ZIP_LOCAL = 30 + 20  # a local header without name and padding: fixed part and zip64 sizes
 ZIP_PADDING_ID = 0x4250  # of an extra field that readers skip
@@ -51,7 +52,7 @@ class SafetensorsSink:
         self._shards: list[dict[str, dict[str, Any]]] = []
         self._file: BinaryIO | None = None
         self._size = 0  # data bytes in the current shard
-        self._header = 0  # an upper bound of its header's bytes
+        self._header = 0  # bytes of its header so far
 
     def add(self, name: str, dtype: str, values: np.ndarray) -> None:
         """Append one array, at a multiple of 64 bytes in its file."""
@@ -93,8 +94,8 @@ class SafetensorsSink:
                 file.close()
 
     def _full(self, name: str, data: np.ndarray) -> bool:
-        # Two entries: the tensor and its padding.
-        too_long = self._header + _entry_bytes(name) + _entry_bytes("_pad.0000000") > RESERVED - 64
+        # Two entries to come: the tensor and its padding; and 64 bytes around all of them.
+        too_long = self._header + len(name) + 2 * ENTRY > RESERVED - 64
         too_big = self._limit is not None and self._size + data.nbytes > self._limit
         return too_long or (too_big and self._size > 0)
 
@@ -112,7 +113,7 @@ class SafetensorsSink:
         end = self._size + data.nbytes
         entry = {"dtype": dtype, "shape": list(data.shape), "data_offsets": [self._size, end]}
         self._shards[-1][name] = entry
-        self._header += _entry_bytes(name)
+        self._header += len(_compact({name: entry}))
         self._size = end
 
     def _end_shard(self) -> None:
@@ -120,7 +121,7 @@ class SafetensorsSink:
         if file is None:
             return
         header = {"__metadata__": {"format": "bonsai"}, **self._shards[-1]}
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = _compact(header).encode()
         size = RESERVED - 8
         assert len(text) <= size
         file.seek(0)
@@ -182,9 +183,8 @@ def _last(shard: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return list(shard.values())[-1]
 
 
-def _entry_bytes(name: str) -> int:
-    """More than one header entry of any dtype, shape and offset takes."""
-    return len(name) + 160
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _chunks(data: np.ndarray) -> Iterator[memoryview]:

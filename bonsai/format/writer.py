@@ -216,8 +216,22 @@ class CheckpointWriter:
                 f"(width {width}, blocks {sorted(blocks)})"
             )
 
+    def _check_proof(self) -> None:
+        if self._proof is None:
+            return
+        name, x, y = self._proof
+        listed = self._tensors.get(name, {})
+        if "transform" not in listed or [*y.shape, *x.shape] != listed["shape"]:
+            raise ConversionError(
+                f"{name}: a proof of {list(x.shape)} to {list(y.shape)}, "
+                f"but no transformed matrix of that shape was written"
+            )
+        if not (finite(x, "f32") and finite(y, "f32") and y.any()):
+            raise ConversionError(f"{name}: its proof has no output, or values that are not finite")
+
     def _write_hadamard(self) -> dict[str, Any] | None:
         """Write signs and proof; returns what the manifest says about them."""
+        self._check_proof()
         if not self._transforms:
             return None
         extra = {signs(width): ("I8", known.signs) for width, known in self._transforms.items()}
@@ -281,7 +295,9 @@ def _check_target(out: Path, overwrite: bool) -> None:
             hint="name another folder",
         )
     if not overwrite:
-        raise InvalidRequest(f"{out} exists already", hint="overwrite it, or name another folder")
+        raise InvalidRequest(
+            f"{out} exists already", hint="--overwrite replaces it; or name another folder"
+        )
 
 
 def _publish(folder: Path, out: Path, overwrite: bool) -> None:

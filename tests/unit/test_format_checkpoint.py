@@ -260,6 +260,21 @@ def test_linked_files_that_leave_the_folder_are_refused(model: Path, tmp_path: P
     assert "'config.json' is a link that leaves the folder" in str(error(model))
 
 
+def test_a_checkpoint_in_the_hugging_face_cache_opens(sharded: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in list(sharded.iterdir()):
+        path.rename(blobs / path.name[::-1])
+        try:
+            (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / path.name[::-1])
+        except (OSError, NotImplementedError):
+            pytest.skip("cannot make symbolic links here")
+    with Checkpoint.open(snapshot, check="always") as opened:
+        assert opened.vector("norm").shape == (128,)
+
+
 def test_a_group_that_the_file_does_not_have_is_named_with_both_sizes(tmp_path: Path) -> None:
     """The codes of t2 are the same for both groups; only the scales tell."""
     path = tiny.write(tmp_path / "m", tiny.Tiny(layers=1, vocab=1000, group=64))

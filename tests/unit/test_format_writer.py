@@ -466,6 +466,36 @@ def test_one_transform_per_width(tmp_path: Path) -> None:
             writer.matrix(wide)
 
 
+@pytest.mark.parametrize(
+    ("name", "x", "y", "expected"),
+    [
+        ("w", 192, 6, "but no transformed matrix"),  # written, but not transformed
+        ("v", 192, 6, "but no transformed matrix"),  # never written
+        ("t", 6, 192, r"a proof of \[6\] to \[192\]"),
+        ("t", 192, 6, "its proof has no output"),
+    ],
+)
+def test_a_proof_of_nothing_is_refused(
+    tmp_path: Path, name: str, x: int, y: int, expected: str
+) -> None:
+    with CheckpointWriter(tmp_path / "m") as writer:
+        writer.matrix(ternary_matrix("w"))
+        writer.matrix(ternary_matrix("t", transform=tiny.signs(np.random.default_rng(0), 64, 192)))
+        writer.proof(name, np.ones(x, np.float32), np.zeros(y, np.float32))
+        with pytest.raises(ConversionError, match=f"{name}: .*{expected}"):
+            finished(writer)
+    assert nothing_left(tmp_path)
+
+
+def test_a_file_of_many_tensors_is_one_file(tmp_path: Path) -> None:
+    """As many as a 27B model has."""
+    with CheckpointWriter(tmp_path / "m") as writer:
+        for i in range(1500):
+            writer.vector(f"layers.{i}.attn.q_norm", np.full(16, i, np.float32))
+        finished(writer)
+    assert (tmp_path / "m" / "model.safetensors").exists() and verify(tmp_path / "m").ok
+
+
 def test_bf16_is_rounded_to_nearest_with_ties_to_even() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xBF818000], "<u4")
     rounded = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xBF82]
