@@ -110,8 +110,7 @@ def choose(logits: np.ndarray, sampling: Sampling, seen: np.ndarray, uniform: fl
         )
     scores = logits.astype(np.float64)
     if sampling.repetition_penalty != 1.0 and len(seen):
-        hit = scores[seen]
-        penalty = sampling.repetition_penalty
+        hit, penalty = scores[seen], sampling.repetition_penalty
         scores[seen] = np.where(hit > 0, hit / penalty, hit * penalty)
     if sampling.temperature == 0.0:
         return int(scores.argmax())

@@ -52,18 +52,8 @@ class Vocabulary:
     def files(self) -> dict[str, bytes]:
         """The tokenizer, without merges: text is encoded as bytes."""
         names = [_visible(bytes([b])) for b in range(256)] + [_visible(p) for p in self.pieces]
-        special = [
-            {
-                "id": self.id(s),
-                "content": s,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for s in self.specials
-        ]
+        off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        special = [{"id": self.id(s), "content": s, "special": True, **off} for s in self.specials]
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         tokenizer = {
             "version": "1.0",
