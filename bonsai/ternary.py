@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["PACKINGS", "TernaryPacking", "census", "pack", "padded", "unpack"]
+__all__ = ["PACKINGS", "TernaryPacking", "census", "faulty_rows", "pack", "padded", "unpack"]
 
 T2_PER_WORD = 16
 B1_PER_WORD = 32
@@ -91,6 +91,22 @@ def census(codes: np.ndarray, packing: str, group: int, columns: int) -> tuple[i
             impossible += int(seen @ impossible_in)
         start += count
     return zeros, impossible
+
+
+def faulty_rows(codes: np.ndarray, packing: str, group: int) -> np.ndarray:
+    """bool [rows]: the rows with a t2 code 3 or a t5 byte that no packer makes."""
+    _packing(packing, group)
+    if packing == "b1":
+        return np.zeros(len(codes), bool)
+    if packing == "t2":
+        return (codes & (codes >> np.uint32(1)) & np.uint32(0x55555555)).any(axis=1)
+    data = codes.reshape(len(codes), -1, _t5_bytes(group))
+    tail = _t5_stages(group)[2][0]  # the bytes of four trits come last
+    bad = [
+        (_byte_facts(packing, digits)[1] > 0)[part].any(axis=(1, 2))
+        for digits, part in ((5, data[:, :, :-tail]), (4, data[:, :, -tail:]))
+    ]
+    return bad[0] | bad[1]
 
 
 def _byte_facts(packing: str, digits: int) -> tuple[np.ndarray, np.ndarray]:

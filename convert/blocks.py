@@ -1,8 +1,8 @@
 """The block types of GGUF files, and rows of blocks as matrices of our own packings.
 
 Knows the bytes of a block (docs/convert.md lists them). Does not know files or architectures.
-A reader never rounds: what has no exact packing comes back as float32. It does not judge values
-either (code 3, scales that are not finite): `encode` does.
+A reader never rounds: what has no exact packing comes back as float32, or as codes whose scales
+and biases are float32. It does not judge values (code 3, infinite scales): `encode` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Q2_0_ID = 42
 class BlockType:
     """`weights` per block of `nbytes`; `read(name, raw, columns)` decodes uint8 [rows, row bytes].
 
-    `packing` is the exact packing of ordinary blocks, "f32" where there is none.
+    `packing` is what `read` gives for ordinary blocks. `rounds`: scales and biases come back as
+    float32, because fp16 does not hold them.
     """
 
     id: int
@@ -34,6 +35,7 @@ class BlockType:
     nbytes: int
     packing: str
     read: Reader
+    rounds: bool = False
 
 
 def supported_types() -> str:
@@ -85,6 +87,27 @@ def _read_tq2_0(name: str, raw: np.ndarray, columns: int) -> Matrix:
     return PackedMatrix(name, "t2", (len(raw), columns), 256, codes.view("<u4"), scales)
 
 
+def _read_q1_0(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """d, then 128 sign bits, lowest first (1 is +d): a b1 plane as it lies."""
+    blocks = _blocks(raw, 18)
+    codes = np.ascontiguousarray(blocks[:, :, 2:]).reshape(len(raw), -1)
+    return PackedMatrix(
+        name, "b1", (len(raw), columns), 128, codes.view("<u4"), _half(blocks[:, :, :2])
+    )
+
+
+def _read_base_3(group: int) -> Reader:
+    """Bytes of trits, then d: the bytes of a row are a t5 plane as they lie."""
+
+    def read(name: str, raw: np.ndarray, columns: int) -> Matrix:
+        blocks = _blocks(raw, 13 * group // 64 + 2)
+        codes = np.ascontiguousarray(blocks[:, :, :-2]).reshape(len(raw), -1)
+        scales = _half(blocks[:, :, -2:])
+        return PackedMatrix(name, "t5", (len(raw), columns), group, codes, scales)
+
+    return read
+
+
 def _nibbles(part: np.ndarray) -> np.ndarray:
     """The 32 codes of each block: the low nibbles of 16 bytes, then the high ones."""
     codes = np.concatenate([part & np.uint8(15), part >> np.uint8(4)], axis=2)
@@ -130,6 +153,48 @@ def _centred(name: str, packing: str, codes: np.ndarray, scales: np.ndarray, cen
     return DenseMatrix(name, "f32", codes.shape, values)
 
 
+def _read_q4_k(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """d, dmin, 12 bytes of scales and minimums, 128 bytes of nibbles: 8 groups of 32 weights."""
+    blocks = _blocks(raw, 144)
+    return _k_groups(name, "q4", blocks, _chunked_nibbles(blocks[:, :, 16:]), columns)
+
+
+def _read_q5_k(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte m is in group g."""
+    blocks = _blocks(raw, 176)
+    high = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    codes = _chunked_nibbles(blocks[:, :, 48:]) | high << np.uint8(4)
+    return _k_groups(name, "q8", blocks, codes, columns)
+
+
+def _chunked_nibbles(part: np.ndarray) -> np.ndarray:
+    """Codes [rows, blocks, 8, 32]: of each 32 bytes first the low nibbles, then the high ones."""
+    chunks = part.reshape(*part.shape[:2], 4, 1, 32)
+    codes = chunks >> np.array([[0], [4]], np.uint8) & np.uint8(15)
+    return codes.reshape(*part.shape[:2], 8, 32)
+
+
+def _k_groups(
+    name: str, packing: str, blocks: np.ndarray, codes: np.ndarray, columns: int
+) -> PackedMatrix:
+    """Weight = d s code - dmin m, with s and m of 6 bits for each group of 32.
+
+    Of the 12 bytes, byte g < 4 has s and byte g + 4 has m of group g in its low 6 bits. Byte g + 8
+    has the low 4 bits of s (low nibble) and m of group g + 4; their high bits are the upper two of
+    bytes g and g + 4. d s and dmin m have up to 17 bits: exact in float32, not in fp16.
+    """
+    first, second, third = (blocks[:, :, at : at + 4] for at in (4, 8, 12))
+    six, four = np.uint8(63), np.uint8(15)
+    top = [part >> np.uint8(6) << np.uint8(4) for part in (first, second)]
+    scales = np.concatenate([first & six, third & four | top[0]], axis=2)
+    minimums = np.concatenate([second & six, third >> np.uint8(4) | top[1]], axis=2)
+    d, dmin = (_half(blocks[:, :, at : at + 2]).astype(np.float32)[:, :, None] for at in (0, 2))
+    rows = len(blocks)
+    plane = affine.pack(codes.reshape(rows, -1), packing, 32)
+    planes = (d * scales).reshape(rows, -1), -(dmin * minimums).reshape(rows, -1)
+    return PackedMatrix(name, packing, (rows, columns), 32, plane, *planes)
+
+
 def _read_q6_k(name: str, raw: np.ndarray, columns: int) -> Matrix:
     """256 weights: low nibbles [128], high bit pairs [64], signed scales of 16 weights [16], d.
 
@@ -160,10 +225,15 @@ TYPES = {
         BlockType(2, "Q4_0", 32, 18, "q4", _read_q4_0),
         BlockType(3, "Q4_1", 32, 20, "q4", _read_q4_1),
         BlockType(8, "Q8_0", 32, 34, "q8", _read_q8_0),
+        BlockType(12, "Q4_K", 256, 144, "q4", _read_q4_k, rounds=True),
+        BlockType(13, "Q5_K", 256, 176, "q8", _read_q5_k, rounds=True),
         BlockType(14, "Q6_K", 256, 210, "f32", _read_q6_k),
         BlockType(30, "BF16", 1, 2, "bf16", _dense("bf16", "<u2")),
+        BlockType(34, "TQ1_0", 256, 54, "t5", _read_base_3(256)),
         BlockType(35, "TQ2_0", 256, 66, "t2", _read_tq2_0),
+        BlockType(41, "Q1_0", 128, 18, "b1", _read_q1_0),
         BlockType(Q2_0_ID, "Q2_0", 64, 18, "t2", _read_q2_0(64)),
         BlockType(142, "PQ2_0", 128, 34, "t2", _read_q2_0(128)),
+        BlockType(143, "PTQ1_0", 128, 28, "t5", _read_base_3(128)),
     )
 }

@@ -12,17 +12,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bonsai import affine
+from bonsai.convert.blocks import TYPES
 from bonsai.convert.report import TensorReport
 from bonsai.convert.source import Rows, SourceTensor, refuse_rows
 from bonsai.convert.ternarize import exact_ternary, least_squares
 from bonsai.errors import ConversionError
 from bonsai.matrix import DENSE, DenseMatrix, Matrix, PackedMatrix
-from bonsai.ternary import PACKINGS, census, pack, unpack
+from bonsai.ternary import PACKINGS, census, faulty_rows, pack, unpack
 
 __all__ = ["Encoded", "Options", "encode_matrix", "read_vector", "row_blocks"]
 
 BLOCK_WEIGHTS = 1 << 18  # per block of rows: about 10 MB of temporaries at the worst
+ROUNDED = {kind.name for kind in TYPES.values() if kind.rounds}
 AFFINE_GROUP = 32  # of q4 and q8 made here; the group of the GGUF classes
+FAULTS = {
+    "t2": "has the code 3 (twice the scale), which no ternary matrix has",
+    "t5": "has a byte that is not five trits",
+}
 Method = Callable[[Matrix, int], "Matrix | None"]
 
 
@@ -176,7 +182,7 @@ def _run(
 
 
 def check_values(name: str, block: Matrix, rows: Rows) -> None:
-    """Refuse what no checkpoint may hold: values or scales that are not finite, and t2's code 3."""
+    """Refuse values and scales that are not finite, and codes that no packer makes."""
     if isinstance(block, DenseMatrix):
         bad = ~np.isfinite(block.rows()).all(axis=1)
         what = "has weights that are not finite"
@@ -184,10 +190,9 @@ def check_values(name: str, block: Matrix, rows: Rows) -> None:
         planes = [block.scales] if block.biases is None else [block.scales, block.biases]
         bad = ~np.all([np.isfinite(plane).all(axis=1) for plane in planes], axis=0)
         what = "has a scale that is not finite"
-        if block.packing == "t2" and not bad.any():
-            words = block.codes
-            bad = (words & (words >> np.uint32(1)) & np.uint32(0x55555555)).any(axis=1)
-            what = "has the code 3 (twice the scale), which no ternary matrix has"
+        if block.packing in PACKINGS and not bad.any():
+            bad = faulty_rows(block.codes, block.packing, block.group)
+            what = FAULTS.get(block.packing, "")
     refuse_rows(name, bad, rows, what)
 
 
@@ -207,6 +212,11 @@ def _keepers(name: str, tensor: SourceTensor, options: Options) -> list[_Attempt
         if options.exact:
             return [_Attempt(_as_it_is, fallback=note + "float32")]
         return [_Attempt(_affine(name, "q8"), lossy=True, fallback=note + "q8, which rounds it")]
+    if tensor.label in ROUNDED:
+        note = f"{name}: {tensor.label} has scales of 17 bits: "
+        wide = _Attempt(_as_float32, fallback=note + "stored as float32")
+        kept = note + "its codes are kept, its scales are rounded to fp16"
+        return [wide] if options.exact else [_Attempt(_narrowed, True, kept), wide]
     note = f"{name}: fp16 cannot hold a scale or bias of this {tensor.label} tensor: "
     return [_Attempt(_as_packed), _Attempt(_as_float32, fallback=note + "stored as float32")]
 
@@ -217,6 +227,17 @@ def _as_it_is(block: Matrix, first_row: int) -> Matrix:
 
 def _as_packed(block: Matrix, first_row: int) -> Matrix | None:
     return block if isinstance(block, PackedMatrix) else None
+
+
+def _narrowed(block: Matrix, first_row: int) -> Matrix | None:
+    """The same codes with scales and biases rounded to fp16."""
+    assert isinstance(block, PackedMatrix)
+    assert block.biases is not None
+    with np.errstate(over="ignore"):
+        scales, biases = block.scales.astype(np.float16), block.biases.astype(np.float16)
+    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+        return None
+    return replace(block, scales=scales, biases=biases)
 
 
 def _as_float32(block: Matrix, first_row: int) -> Matrix:
@@ -295,7 +316,7 @@ def _repack(matrix: Matrix, packing: str | None) -> tuple[Matrix, str | None]:
 
 def _report(name: str, tensor: SourceTensor, matrix: Matrix, totals: _Totals) -> TensorReport:
     weights = matrix.shape[0] * matrix.shape[1]
-    ternary = matrix.packing in PACKINGS
+    ternary = matrix.packing in PACKINGS and matrix.packing != "b1"  # which has no zeros
     error = (totals.error / totals.squares) ** 0.5 if totals.squares else 0.0
     return TensorReport(
         name=name,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TYPE_IDS = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30, "TQ2_0": 35,
-    "Q2_0": 42, "PQ2_0": 142,
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30, "TQ1_0": 34,
+    "TQ2_0": 35, "Q1_0": 41, "Q2_0": 42, "PQ2_0": 142, "PTQ1_0": 143,
 }  # fmt: skip
 
 
@@ -105,6 +105,39 @@ def ternary(
                 out.append(sum(int(codes[j + i]) << (2 * i) for i in range(4)))
     chosen = {64: 42, 128: 142}[group] if type_id is None else type_id
     return Tensor(trits.shape, chosen, bytes(out))
+
+
+def base_3(trits: np.ndarray, scales: np.ndarray, group: int) -> Tensor:
+    """Blocks of trits in base 3, then d: PTQ1_0 (128) or TQ1_0 (256).
+
+    Stages of `n` bytes of up to five trits each: trit t of byte b is weight t * n + b of the stage.
+    """
+    rows, columns = trits.shape
+    stages = {128: ((16, 5), (8, 5), (2, 4)), 256: ((32, 5), (16, 5), (4, 4))}[group]
+    out = bytearray()
+    for r in range(rows):
+        for g in range(columns // group):
+            left = [int(t) + 1 for t in trits[r, g * group : (g + 1) * group]]
+            for n, length in stages:
+                stage, left = left[: n * length], left[n * length :]
+                for b in range(n):
+                    digits = stage[b::n] + [0] * (5 - length)
+                    number = sum(d * 3 ** (4 - i) for i, d in enumerate(digits))
+                    out.append(-(-256 * number // 243))
+            out += np.float16(scales[r, g]).tobytes()
+    return Tensor(trits.shape, {128: 143, 256: 34}[group], bytes(out))
+
+
+def binary(signs: np.ndarray, scales: np.ndarray) -> Tensor:
+    """Q1_0: blocks of d, then one bit for each of 128 weights, the first lowest; 1 is +d."""
+    rows, columns = signs.shape
+    out = bytearray()
+    for r in range(rows):
+        for g in range(columns // 128):
+            out += np.float16(scales[r, g]).tobytes()
+            for j in range(128 * g, 128 * g + 128, 8):
+                out.append(sum(1 << i for i in range(8) if signs[r, j + i] > 0))
+    return Tensor(signs.shape, TYPE_IDS["Q1_0"], bytes(out))
 
 
 def q4_1(codes: np.ndarray, scales: np.ndarray, minimums: np.ndarray) -> Tensor:

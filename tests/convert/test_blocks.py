@@ -17,7 +17,13 @@ CYCLE = {
     "Q2_0 of 128": "003c" + "2449922449922449922449922449922449922449922449922449922449922449",
     "PQ2_0": "003c" + "2449922449922449922449922449922449922449922449922449922449922449",
     "TQ2_0": "186186" * 21 + "18" + "003c",
+    "PTQ1_0": "3194bb3194bb3194bb3194bb3194bb31cf456ccf456ccf45" + "436c" + "003c",
+    "TQ1_0": "456ccf456ccf456ccf456ccf456ccf456ccf456ccf456ccf456ccf456ccf456c"
+    + "94bb3194bb3194bb3194bb3194bb3194"
+    + "3092bb30"
+    + "003c",
 }
+SIGNS = "5039" + "b66ddbb66ddbb66ddbb66ddbb66ddbb6"  # Q1_0: 0 is +, d = 85/128
 ALL = {kind.name: kind for kind in (*TYPES.values(), LEGACY_Q2_0)}
 
 
@@ -36,6 +42,29 @@ def scalar_q2_0(block: bytes, j: int) -> np.float32:
 def scalar_tq2_0(block: bytes, e: int) -> np.float32:
     h, lane, m = e // 128, e % 128 // 32, e % 32
     return f32(half(block[64:])) * f32(((block[32 * h + m] >> (2 * lane)) & 3) - 1)
+
+
+def scalar_base_3(group: int):
+    """The element map of each block, written out: byte and digit of every weight."""
+    places = {
+        128: [(e % 16, e // 16) for e in range(80)]
+        + [(16 + (e - 80) % 8, (e - 80) // 8) for e in range(80, 120)]
+        + [(24 + (e - 120) % 2, (e - 120) // 2) for e in range(120, 128)],
+        256: [(e % 32, e // 32) for e in range(160)]
+        + [(32 + (e - 160) % 16, (e - 160) // 16) for e in range(160, 240)]
+        + [(48 + (e - 240) % 4, (e - 240) // 4) for e in range(240, 256)],
+    }[group]
+
+    def scalar(block: bytes, e: int) -> np.float32:
+        at, digit = places[e]
+        trit = (block[at] * 3**digit % 256 * 3 >> 8) - 1
+        return f32(half(block[-2:])) * f32(trit)
+
+    return scalar
+
+
+def scalar_q1_0(block: bytes, e: int) -> np.float32:
+    return f32(half(block[:2])) * f32(1 if block[2 + e // 8] >> e % 8 & 1 else -1)
 
 
 def nibble(data: bytes, j: int) -> int:
@@ -62,6 +91,30 @@ def scalar_q6_k(block: bytes, e: int) -> np.float32:
     return f32(half(block[208:])) * f32(scale) * f32((low | high << 4) - 32)
 
 
+def k_scales(block: bytes, g: int) -> tuple[np.float32, np.float32]:
+    """(d s, dmin m) of group g of 32 weights of a Q4_K or Q5_K block."""
+    q = block[4:16]
+    if g < 4:
+        s, m = q[g] & 63, q[g + 4] & 63
+    else:
+        s = (q[g + 4] & 15) | (q[g - 4] >> 6) << 4
+        m = (q[g + 4] >> 4) | (q[g] >> 6) << 4
+    return f32(half(block[:2])) * f32(s), f32(half(block[2:4])) * f32(m)
+
+
+def scalar_q4_k(block: bytes, e: int) -> np.float32:
+    g = e // 32
+    scale, low = k_scales(block, g)
+    return scale * f32(block[16 + 32 * (g // 2) + e % 32] >> 4 * (g % 2) & 15) - low
+
+
+def scalar_q5_k(block: bytes, e: int) -> np.float32:
+    g = e // 32
+    scale, low = k_scales(block, g)
+    code = block[48 + 32 * (g // 2) + e % 32] >> 4 * (g % 2) & 15
+    return scale * f32(code + 16 * (block[16 + e % 32] >> g & 1)) - low
+
+
 def scalar_bf16(block: bytes, e: int) -> np.float32:
     return f32(struct.unpack("<f", b"\0\0" + block)[0])
 
@@ -74,12 +127,20 @@ SCALAR = {
     "Q4_1": scalar_q4_1,
     "Q8_0": scalar_q8_0,
     "Q6_K": scalar_q6_k,
+    "Q4_K": scalar_q4_k,
+    "Q5_K": scalar_q5_k,
+    "TQ1_0": scalar_base_3(256),
     "TQ2_0": scalar_tq2_0,
+    "Q1_0": scalar_q1_0,
+    "PTQ1_0": scalar_base_3(128),
     "Q2_0": scalar_q2_0,
     "Q2_0 of 128": scalar_q2_0,
     "PQ2_0": scalar_q2_0,
 }
-HALVES = {"Q4_1": (0, 2), "Q6_K": (208,), "TQ2_0": (64,)}
+HALVES = {
+    "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "PTQ1_0": (26,),
+}  # fmt: skip
 
 
 def random_blocks(kind: BlockType, rows: int, blocks: int) -> np.ndarray:
@@ -89,6 +150,11 @@ def random_blocks(kind: BlockType, rows: int, blocks: int) -> np.ndarray:
     if kind.packing == "t2":
         codes = rng.integers(0, 3, (rows, blocks, kind.nbytes, 4)).astype(np.uint8)
         raw = codes @ np.array([1, 4, 16, 64], np.uint8)
+    if kind.packing == "t5":
+        numbers = rng.integers(0, 243, raw.shape)
+        tail = kind.weights // 64 + 2  # the bytes of four trits, and d
+        numbers[:, :, -tail:] = numbers[:, :, -tail:] // 3 * 3
+        raw = ((256 * numbers + 242) // 243).astype(np.uint8)
     if kind.weights == 1:
         values = rng.normal(size=(rows, blocks)).astype(np.float32)
         kinds = {"F32": "<f4", "F16": "<f2"}
@@ -126,13 +192,39 @@ def test_golden_bytes(name):
     matrix = kind.read("w", raw, columns)
     expected = np.arange(columns) % 3 - 1
     assert np.array_equal(matrix.rows()[0], expected.astype(np.float32))
-    assert np.array_equal(ternary.pack(expected[None], "t2", matrix.group), matrix.codes)
+    assert np.array_equal(ternary.pack(expected[None], kind.packing, matrix.group), matrix.codes)
 
 
-def test_codes_of_a_q2_0_row_are_copied_as_they_lie():
-    raw = random_blocks(ALL["PQ2_0"], rows=2, blocks=3)
-    matrix = ALL["PQ2_0"].read("w", raw, 384)
-    assert matrix.codes.tobytes() == raw.reshape(2, 3, 34)[:, :, 2:].tobytes()
+def test_golden_bytes_of_signs():
+    raw = np.frombuffer(bytes.fromhex(SIGNS), np.uint8)[None]
+    matrix = ALL["Q1_0"].read("w", raw, 128)
+    signs = np.where(np.arange(128) % 3 == 0, -1, 1)
+    assert np.array_equal(matrix.rows()[0], signs * np.float32(85 / 128))
+    assert np.array_equal(ternary.pack(signs[None], "b1", 128), matrix.codes)
+
+
+@pytest.mark.parametrize("name", ["PTQ1_0", "TQ1_0"])
+def test_five_consecutive_trits_in_a_byte_would_be_seen(name):
+    """The negative control of the element map."""
+    raw = np.frombuffer(bytes.fromhex(CYCLE[name]), np.uint8)
+    digits = [int(b) * 3**n % 256 * 3 >> 8 for b in raw[:-2] for n in range(5)]
+    assert digits[:30] != [i % 3 for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("PQ2_0", slice(2, 34)),
+        ("Q1_0", slice(2, 18)),
+        ("PTQ1_0", slice(0, 26)),
+        ("TQ1_0", slice(0, 52)),
+    ],
+)
+def test_codes_of_a_row_are_copied_as_they_lie(name, part):
+    kind = ALL[name]
+    raw = random_blocks(kind, rows=2, blocks=3)
+    matrix = kind.read("w", raw, 3 * kind.weights)
+    assert matrix.codes.tobytes() == raw.reshape(2, 3, kind.nbytes)[:, :, part].tobytes()
 
 
 def test_the_scale_multiplies():

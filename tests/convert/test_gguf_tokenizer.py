@@ -436,6 +436,9 @@ def test_what_would_encode_differently_is_refused_by_name(values, message):
 # ---- time ----------------------------------------------------------------------------------------
 
 
+NOISE = 0.1  # seconds; quadratic work on 40,000 tokens in Python would take minutes
+
+
 def synthetic(count: int, model: str) -> dict:
     """A vocabulary of `count` tokens: 256 letters, and pairs of them."""
     letters = [chr(0x4E00 + i) for i in range(256)]
@@ -455,12 +458,12 @@ def test_time_grows_with_the_vocabulary_and_not_faster(model):
     def seconds(count: int) -> float:
         values = synthetic(count, model)
         best = float("inf")
-        for _ in range(3):
+        for _ in range(4):
             start = time.process_time()
             tokenizer_files(values)
             best = min(best, time.process_time() - start)
         return best
 
     small, middle, large = map(seconds, (10_000, 20_000, 40_000))
-    assert middle < 2.5 * small + 0.05
-    assert large < 2.5 * middle + 0.05
+    assert middle < 2.5 * small + NOISE
+    assert large < 2.5 * middle + NOISE
