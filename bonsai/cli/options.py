@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,6 +82,7 @@ class Finite(click.FloatRange):
         return number
 
 
+WAIT_S = 1.0  # after this long a person wonders what the program waits for
 TEXT = Text()
 POSITIVE = click.IntRange(min=1)
 
@@ -166,7 +168,13 @@ def read_standard_input() -> str:
     """All of stdin as UTF-8 text, without a byte order mark and without its last newline."""
     if sys.stdin is None:
         return ""
-    text = _text(sys.stdin.buffer.read())
+    waiting = threading.Timer(WAIT_S, console().note, ["waiting for the end of standard input"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        text = _text(sys.stdin.buffer.read())
+    finally:
+        waiting.cancel()
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 

@@ -15,7 +15,7 @@ import pytest
 from command import Result, Terminal, run
 
 from bonsai import generate as generation
-from bonsai.cli import VERBS, main
+from bonsai.cli import VERBS, main, options
 from bonsai.errors import ModelNotFound
 from bonsai.sampling import Sampling
 from bonsai.testing import ScriptedBackend, model
@@ -88,6 +88,21 @@ def test_stdin_follows_the_prompt(script, bonsai):
     assert asked(backend) == "user: Explain this.\n\ncode\nassistant: "
     bonsai("Explain this.", stdin="")
     assert asked(backend) == "user: Explain this.\nassistant: "
+
+
+def test_waiting_for_stdin_is_said(script, bonsai, monkeypatch):
+    script("ok")
+    monkeypatch.setattr(options, "WAIT_S", 0.01)
+    read = io.BytesIO.read
+
+    class Slow(io.BytesIO):
+        def read(self, *size):
+            time.sleep(0.2)
+            return read(self, *size)
+
+    monkeypatch.setattr("command.io.BytesIO", Slow)
+    assert "waiting for the end of standard input\n" in bonsai(stdin="a", terminal=True).err
+    assert bonsai(stdin="a").err == ""
 
 
 def test_no_prompt_on_a_terminal_does_not_wait(script, bonsai):
