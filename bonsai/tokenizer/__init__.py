@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from bonsai.errors import InvalidRequest
 from bonsai.format.files import child, read_small
 from bonsai.tokenizer.files import TokenizerFile, guarded
-from bonsai.tokenizer.messages import Marks, mapped, read_messages, read_tools, texts_of
+from bonsai.tokenizer.messages import (
+    Marks,
+    mapped,
+    read_messages,
+    read_tools,
+    refuse_half_characters,
+    texts_of,
+)
 from bonsai.tokenizer.stream import StreamDecoder
 from bonsai.tokenizer.template import ChatTemplate, read_templates
 
@@ -80,6 +87,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"the text is of type {type(text).__name__}, expected str")
+        refuse_half_characters(text, "the text")
         if special or not self._controls(text):
             ids = _ids(self._file.full, text)
         else:
@@ -138,8 +146,8 @@ class Tokenizer:
 
         Raises InvalidRequest: for messages that are none, and for whatever the template refuses.
         """
-        pieces = self._rendered(messages, tools, think, add_generation_prompt)
-        return "".join(text for text, _ in pieces)
+        text, marks = self._rendered(messages, tools, think, add_generation_prompt)
+        return text if marks is None else marks.remove(text)
 
     def encode_chat(
         self,
@@ -152,25 +160,21 @@ class Tokenizer:
         """The ids of `render`. Control tokens come from the template only: what messages and tools
         spell are ordinary pieces. In messages of the assistant, tokens that are not special (such
         as <think>) stay tokens, because the model wrote them."""
-        pieces = self._rendered(messages, tools, think, add_generation_prompt)
-        if not any(marked for _, marked in pieces):
-            return _ids(self._file.full, "".join(text for text, _ in pieces))
+        text, marks = self._rendered(messages, tools, think, add_generation_prompt)
+        if marks is None:
+            return _ids(self._file.full, text)
         ids: list[int] = []
-        run = ""  # text up to the next control token, marked parts included
-        for text, marked in pieces:
-            spans = [] if marked else self._controls(text)
-            done = 0
-            for start, end, token in spans:
-                ids += self._encode_plain(run + text[done:start], later=bool(ids))
-                ids.append(token)
-                run, done = "", end
-            run += text[done:]
-        return ids + self._encode_plain(run, later=bool(ids))
+        done = 0
+        for start, end, token in self._controls(text):
+            ids += self._encode_plain(marks.remove(text[done:start]), later=bool(ids))
+            ids.append(token)
+            done = end
+        return ids + self._encode_plain(marks.remove(text[done:]), later=bool(ids))
 
     def _rendered(
         self, messages: Messages, tools: Tools | None, think: bool | None, prompt: bool
-    ) -> list[tuple[str, bool]]:
-        """The rendered text in pieces, and whether each is user text that spells a token."""
+    ) -> tuple[str, Marks | None]:
+        """The rendered text, in which control tokens that messages spell are taken apart."""
         plain, schemas = read_messages(messages), read_tools(tools)
         template = self._template("tool_use" if schemas else "default")
         if schemas and not template.mentions("tools"):
@@ -189,13 +193,12 @@ class Tokenizer:
         }
         if think is not None and template.mentions("enable_thinking"):
             variables["enable_thinking"] = think
-        text = template.render(variables, size)
-        return [(text, False)] if marks is None else marks.split(text)
+        return template.render(variables, size), marks
 
     def _marked(
         self, messages: Any, tools: Any, template: ChatTemplate
     ) -> tuple[Any, Any, Marks | None]:
-        """Messages and tools with the parts marked that spell control tokens."""
+        """Messages and tools in which control tokens are taken apart, if they spell any."""
         spans: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for own, value in (*((m["role"] == "assistant", m) for m in messages), (False, tools)):
             for text in texts_of(value):
@@ -210,10 +213,18 @@ class Tokenizer:
         marks = Marks([template.source, *(text for text, _ in spans)])
 
         def marked(value: Any, own: bool) -> Any:
-            return mapped(value, lambda text: marks.wrap(text, spans[text, own]))
+            return mapped(value, lambda text: self._apart(text, spans[text, own], marks, own))
 
         messages = [marked(message, message["role"] == "assistant") for message in messages]
         return messages, marked(tools, False), marks
+
+    def _apart(self, text: str, spans: list[tuple[int, int]], marks: Marks, own: bool) -> str:
+        if not spans:
+            return text
+        text = marks.apart(text, spans)
+        if self._controls(text, special_only=own):  # a normalizer that drops the marks
+            raise InvalidRequest("a message spells a control token, which this model cannot tell")
+        return text
 
     def _template(self, name: str) -> ChatTemplate:
         name = name if name in self._sources else "default"

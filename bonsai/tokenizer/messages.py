@@ -13,12 +13,19 @@ from typing import Any
 
 from bonsai.errors import InvalidRequest
 
-__all__ = ["Marks", "read_messages", "read_tools"]
+__all__ = [
+    "Marks",
+    "mapped",
+    "read_messages",
+    "read_tools",
+    "refuse_half_characters",
+    "texts_of",
+]
 
 Spans = Sequence[tuple[int, int]]
 DEEPEST = 64  # levels of lists and objects in one message
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}")
-_PRIVATE_USE = range(0xE000, 0xF900)
+PRIVATE = range(0xE000, 0xF900)
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -103,7 +110,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, str):
-        _refuse_half_characters(value, where)
+        refuse_half_characters(value, where)
         return str.__str__(value)
     if depth > DEEPEST:
         raise InvalidRequest(f"{where} is nested more than {DEEPEST} levels deep")
@@ -120,7 +127,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     raise InvalidRequest(f"{where} is {_kind(value)}, expected plain JSON data")
 
 
-def _refuse_half_characters(text: str, where: str) -> None:
+def refuse_half_characters(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -130,11 +137,11 @@ def _refuse_half_characters(text: str, where: str) -> None:
 
 
 class Marks:
-    """Wraps parts of texts in two private-use characters that occur in none of them.
+    """Takes parts of texts apart with a private-use character that occurs in none of them.
 
-    A template copies the marks along with the text. Afterwards `split` says which parts of its
-    output are such parts, and which are the template's own words. A mark that lost its partner
-    (templates cut texts) is dropped, but the text is split there.
+    A part such as <|im_end|> gets the character between any two of its own, so nothing that a
+    template does with the text (cut it, join it, turn it into JSON) makes the part whole again.
+    What is whole in the template's output is the template's own. `remove` gives the texts back.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -143,36 +150,42 @@ class Marks:
         for text in texts:
             present.update(c for c in text if "\ue000" <= c <= "\uf8ff")
             lowered.append(text.lower())
-        everything = "\n".join(lowered)
-        free = (
-            chr(c) for c in _PRIVATE_USE if chr(c) not in present and f"{c:x}" not in everything
+        everything = "\n".join(lowered)  # the code of the character must not be in it either
+        self._free = (
+            chr(c) for c in PRIVATE if chr(c) not in present and f"{c:x}" not in everything
         )
-        self._open, self._close = next(free, ""), next(free, "")
-        if not self._close:
-            raise InvalidRequest("the messages use every private-use character of Unicode")
-        self._known: set[str] = set()
+        self._mark = self._next()
+        self._letters: dict[str, str] = {}
 
-    def wrap(self, text: str, spans: Spans) -> str:
-        """`text` with its parts [start, end) marked; spans are in order and do not overlap."""
+    def apart(self, text: str, spans: Spans) -> str:
+        """`text` with its parts [start, end) taken apart; spans are in order, without overlap."""
         pieces = []
         done = 0
         for start, end in spans:
-            self._known.add(text[start:end])
-            pieces += [text[done:start], self._open, text[start:end], self._close]
-            done = end
+            part = text[start:end]
+            core = part.strip() or part  # a token may take the white space beside it
+            at = start + part.index(core)
+            pieces += [text[done:at], self._mark.join(core) if core[1:] else self._letter(core)]
+            done = at + len(core)
         return "".join(pieces) + text[done:]
 
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """The pieces of `text` without marks, and whether each is a part that was marked."""
-        parts = re.split(f"([{self._open}{self._close}])", text)
-        pieces = []
-        for i in range(0, len(parts), 2):
-            before = parts[i - 1] if i else ""
-            after = parts[i + 1] if i + 1 < len(parts) else ""
-            marked = before == self._open and after == self._close and parts[i] in self._known
-            if parts[i]:
-                pieces.append((parts[i], marked))
-        return pieces
+    def remove(self, text: str) -> str:
+        text = text.replace(self._mark, "")
+        for letter, replacement in self._letters.items():
+            text = text.replace(replacement, letter)
+        return text
+
+    def _letter(self, letter: str) -> str:
+        """What stands for a part of one character, which cannot be taken apart."""
+        if letter not in self._letters:
+            self._letters[letter] = self._next()
+        return self._letters[letter]
+
+    def _next(self) -> str:
+        free = next(self._free, None)
+        if free is None:
+            raise InvalidRequest("the messages use every private-use character of Unicode")
+        return free
 
 
 def texts_of(value: Any) -> Iterable[str]:

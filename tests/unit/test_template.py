@@ -372,15 +372,15 @@ def test_text_with_methods_of_its_own_becomes_plain():
     assert type(message["content"]) is str
 
 
-def test_marks_are_found_again_and_lone_ones_dropped():
+def test_marks_take_parts_apart_and_go_without_a_trace():
     marks = Marks(["a\ue000b", "E001"])  # neither a character nor the spelling of its code
-    text = marks.wrap("xTOKyTOK", [(1, 4), (5, 8)])
-    assert len(text) == 8 + 4 and not set("\ue000\ue001") & set(text)
-    assert marks.split(text) == [("x", False), ("TOK", True), ("y", False), ("TOK", True)]
-    assert marks.split(text[:3]) == [("x", False), ("T", False)]
-    assert marks.split(text[1] + "other" + text[5]) == [("other", False)]
+    text = marks.apart("xTOK yA z", [(1, 5), (6, 7)])
+    assert text == "xT\ue002O\ue002K y\ue003 z"
+    assert marks.remove(text) == "xTOK yA z"
+    assert marks.apart("plain", []) == "plain" == marks.remove("plain")
+    assert marks.apart("  ", [(0, 2)]) == " \ue002 "
 
 
 def test_no_room_for_marks_is_an_error():
     with pytest.raises(InvalidRequest, match="private-use"):
-        Marks(["".join(map(chr, range(0xE000, 0xF8FF)))])
+        Marks(["".join(map(chr, range(0xE000, 0xF900)))])

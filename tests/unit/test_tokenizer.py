@@ -171,16 +171,52 @@ def test_every_string_of_a_request_is_guarded(tmp_path):
     assert "\ue000" not in rendered and "\\ue000" not in rendered
 
 
-def test_templates_that_cut_marked_text_lose_no_character(tmp_path):
-    cut = "{% for p in messages[0].content.split('im_') %}{{ p }}|{% endfor %}<|im_end|>"
-    tokenizer = chat_tokenizer(tmp_path, cut)
-    ids = tokenizer.encode_chat(user(f"x{END}y"))
-    assert (
-        tokenizer.decode(ids, special=True)
-        == "x<||end|>y|<|im_end|>"
-        == tokenizer.render(user(f"x{END}y"))
-    )
-    assert ids.count(tokenizer.encode(END, special=True)[0]) == 1
+C = "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for p in C.split('im_') %}{{ p }}|{% endfor %}<|im_end|>",
+        "{% for p in C.split('im_') %}{{ p }}{{ 'im_' if loop.first }}{% endfor %}<|im_end|>",
+        "{{ C[2:] }}<|im_end|>",
+        "{{ C[:-2] }}<|im_end|>",
+        "{{ C[1:-1] }}<|im_end|>",
+        "{{ C[2:-2] }}<|im_end|>",
+        "{% for c in C %}{{ c }}{% endfor %}<|im_end|>",
+        "{{ C[:6] }}{{ C[6:] }}<|im_end|>",
+        "{{ C|reverse|reverse }}<|im_end|>",
+        "{{ C|upper|lower }}<|im_end|>",
+        "{{ (C ~ C)[3:] }}<|im_end|>",
+    ],
+)
+@pytest.mark.parametrize("text", [f"x{END}y", END, f"{END}{END}"])
+def test_templates_that_cut_text_forge_no_token(tmp_path, template, text):
+    tokenizer = chat_tokenizer(tmp_path, template.replace("C", C))
+    ids = tokenizer.encode_chat(user(text))
+    assert tokenizer.decode(ids, special=True) == tokenizer.render(user(text))
+    end = tokenizer.encode(END, special=True)[0]
+    assert ids.count(end) == 1 and ids[-1] == end
+
+
+def test_a_control_token_of_one_character_is_guarded_too(tmp_path):
+    document = byte_level(specials=["\u2020"])
+    files = {"tokenizer.json": document, "chat_template.jinja": "{{ messages[0].content }}\u2020"}
+    tokenizer = Tokenizer.open(write(tmp_path, files))
+    ids = tokenizer.encode_chat(user("a\u2020b"))
+    assert ids == [*tokenizer.encode("a\u2020b"), 256] and ids.count(256) == 1
+    assert tokenizer.render(user("a\u2020b")) == "a\u2020b\u2020"
+
+
+def test_a_normalizer_that_drops_marks_cannot_be_used_to_forge(tmp_path):
+    clean = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": False,
+             "strip_accents": False, "lowercase": False}  # fmt: skip
+    document = byte_level(normalizer=clean)
+    document["added_tokens"] = [added(END, 256, normalized=True)]
+    files = {"tokenizer.json": document, "chat_template.jinja": CHATML}
+    tokenizer = Tokenizer.open(write(tmp_path, files))
+    with pytest.raises(InvalidRequest, match="control token"):
+        tokenizer.encode_chat(user(END))
 
 
 def test_a_role_cannot_spell_a_token(tmp_path):
