@@ -53,11 +53,6 @@ def _check_namespaces(metadata: Mapping[str, Any], architecture: str, where: str
         raise UnsupportedModel(
             f"{where}: general.type is {metadata['general.type']!r}, not 'model'"
         )
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise UnsupportedModel(
-            f"{where}: one of {metadata['split.count']} parts of a split model",
-            hint="merge the parts into one file first",
-        )
     warnings, known = [], (*DESCRIPTIVE, architecture, "split")
     for key in metadata:
         space = key.split(".")[0]

@@ -1,11 +1,12 @@
-"""A GGUF file as a source: its tensors, config, tokenizer files and end tokens."""
+"""A GGUF file, or all parts of a split one, as a source: tensors, config, tokenizer files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from bonsai.convert.config_gguf import read_gguf_config
-from bonsai.convert.gguf import GGUFFile, TensorInfo, read_gguf
+from bonsai.convert.gguf import GGUFFile, TensorInfo
+from bonsai.convert.gguf_parts import read_parts
 from bonsai.convert.gguf_tokenizer import tokenizer_files
 from bonsai.convert.source import Rows, SourceModel, SourceTensor
 from bonsai.errors import ConversionError
@@ -17,22 +18,22 @@ TABLE = "token_embd.weight"
 
 
 def open_gguf(path: Path, group_size: int) -> SourceModel:
-    """Open and check a file. Nothing but the header is read."""
-    file = read_gguf(path)
-    table = file.tensors.get(TABLE)
+    """Open and check a file and its other parts. Nothing but the headers is read."""
+    parts = read_parts(path)
+    metadata = parts[0].metadata
+    tensors = {name: _tensor(part, info) for part in parts for name, info in part.tensors.items()}
+    table = tensors.get(TABLE)
     if table is None:
-        raise ConversionError(
-            f"{path}: no tensor {TABLE}: not a language model, or one part of a split one"
-        )
-    architecture, config, warnings = read_gguf_config(file.metadata, table.shape[0], str(path))
+        raise ConversionError(f"{path}: no tensor {TABLE}: not a language model")
+    architecture, config, warnings = read_gguf_config(metadata, table.shape[0], str(path))
     return SourceModel(
         kind="gguf",
         path=path,
-        files=(path,),
+        files=tuple(part.path for part in parts),
         architecture=architecture,
         config=config,
-        tensors={name: _tensor(file, info) for name, info in file.tensors.items()},
-        extras=tokenizer_files(file.metadata),
+        tensors=tensors,
+        extras=tokenizer_files(metadata),
         warnings=tuple(warnings),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bonsai.convert.gguf_parts import first_of
 from bonsai.errors import ConversionError, FormatError, ModelNotFound
 from bonsai.format.files import identify
 from bonsai.matrix import Matrix
@@ -84,7 +85,7 @@ def _recognise_folder(path: Path, kind: str | None) -> tuple[str, Path]:
     found = kind or _kind_of_folder(path)
     if found != "gguf":
         return found, path
-    files = sorted(path.glob("*.gguf"))
+    files = first_of(sorted(path.glob("*.gguf")))
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:8])
         raise ConversionError(
