@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from bonsai.errors import UnsupportedModel
 
-__all__ = ["Fields", "RopeSpec", "Yarn", "read_rope"]
+__all__ = ["DeltaSpec", "Fields", "RopeSpec", "StateSpec", "Yarn", "read_rope"]
 
 T = TypeVar("T", int, float, str, bool)
 _MISSING: Any = object()
@@ -133,6 +133,37 @@ class RopeSpec:
     def amplitude(self) -> float:
         """What cos and sin are multiplied by."""
         return 1.0 if self.yarn is None else self.yarn.attention_factor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """The recurrent memory of the gated delta layers of one conversation.
+
+    Each of `layers` keeps the last `taps` - 1 inputs of its convolution over `channels`, and a
+    [key_dim, value_dim] matrix for each of `heads`. All of it is float32, whatever the weights are:
+    in half precision it decays into repetition.
+    """
+
+    layers: int
+    channels: int
+    taps: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a backend must remember of one conversation.
+
+    Keys and values [kv_heads, head_dim] of every token for `kv_layers` layers, and a memory of
+    fixed size where `delta` is not None. Layers of each kind are counted from 0 by themselves.
+    """
+
+    kv_layers: int
+    kv_heads: int
+    head_dim: int
+    delta: DeltaSpec | None = None
 
 
 def read_rope(fields: Fields, head_dim: int) -> RopeSpec:

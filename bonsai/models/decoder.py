@@ -11,23 +11,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from bonsai.backends.ops import Array, Linear, Ops
-from bonsai.config import Fields, RopeSpec, read_rope
+from bonsai.config import Fields, RopeSpec, StateSpec, read_rope
 from bonsai.errors import FormatError, UnsupportedModel
 from bonsai.format import Checkpoint
 from bonsai.matrix import Matrix
 
-__all__ = ["Config", "Layer", "Weights", "forward", "load", "read_config"]
+__all__ = [
+    "Config",
+    "Layer",
+    "Reader",
+    "Sizes",
+    "Weights",
+    "forward",
+    "load",
+    "load_blocks",
+    "read_config",
+    "read_sizes",
+]
 
 Progress = Callable[[str, int, int], None]
 CONVERT_AGAIN = "the tensors and config.json come from different models; convert it again"
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """The sizes of a decoder. `context` is the number of tokens it was made for.
+class Sizes:
+    """What every decoder has. `context` is the number of tokens it was made for.
 
-    `qk_norm`: each query and key head is normalised before the rotation. `tied`: the head is the
-    embedding table. `eos`: ids that end a reply, as far as config.json knows them.
+    `tied`: the head is the embedding table. `eos`: ids that end a reply, as far as config.json
+    knows them.
     """
 
     layers: int
@@ -42,6 +53,17 @@ class Config:
     tied: bool
     context: int
     eos: tuple[int, ...]
+
+    @property
+    def state(self) -> StateSpec:
+        """What a conversation remembers."""
+        return StateSpec(self.layers, self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Config(Sizes):
+    """`qk_norm`: each query and key head is normalised before the rotation."""
+
     qk_norm: bool
 
 
@@ -67,7 +89,7 @@ class Weights:
     """
 
     embedding: Any
-    layers: Sequence[Layer]
+    layers: Sequence[Any]
     norm: Array
     head: Linear
     bytes_per_token: int
@@ -99,6 +121,13 @@ def attention(ops: Ops, cfg: Config, layer: Layer, x: Array, state: Any, i: int)
 def read_config(values: Mapping[str, Any], architecture: str, *, qk_norm: bool) -> Config:
     """The config from config.json. Raises UnsupportedModel naming the key that it cannot honour."""
     fields = Fields(values, "config.json")
+    sizes = read_sizes(fields, architecture)
+    fields.finish()
+    return Config(**sizes, qk_norm=qk_norm)
+
+
+def read_sizes(fields: Fields, architecture: str) -> dict[str, Any]:
+    """The fields of `Sizes`; what else there is stays in `fields`."""
     fields.require("architecture", architecture)
     fields.require("activation", "silu")
     heads, kv_heads = fields.take_size("heads"), fields.take_size("kv_heads")
@@ -108,25 +137,23 @@ def read_config(values: Mapping[str, Any], architecture: str, *, qk_norm: bool) 
     rope = fields.take_object("rope")
     if rope is None:
         raise UnsupportedModel("config.json: 'rope' is missing")
-    cfg = Config(
-        layers=fields.take_size("layers"),
-        hidden=fields.take_size("hidden"),
-        ffn=fields.take_size("ffn"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        norm_eps=fields.take(float, "norm_eps"),
-        rope=read_rope(rope, head_dim),
-        tied=fields.take(bool, "tied"),
-        context=fields.take_size("context"),
-        eos=_read_eos(fields, vocab),
-        qk_norm=qk_norm,
-    )
-    fields.finish()
-    if cfg.norm_eps <= 0:
-        raise UnsupportedModel(f"config.json: 'norm_eps' is {cfg.norm_eps}, expected more than 0")
-    return cfg
+    norm_eps = fields.take(float, "norm_eps")
+    if norm_eps <= 0:
+        raise UnsupportedModel(f"config.json: 'norm_eps' is {norm_eps}, expected more than 0")
+    return {
+        "layers": fields.take_size("layers"),
+        "hidden": fields.take_size("hidden"),
+        "ffn": fields.take_size("ffn"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab": vocab,
+        "norm_eps": norm_eps,
+        "rope": read_rope(rope, head_dim),
+        "tied": fields.take(bool, "tied"),
+        "context": fields.take_size("context"),
+        "eos": _read_eos(fields, vocab),
+    }
 
 
 def _read_eos(fields: Fields, vocab: int) -> tuple[int, ...]:
@@ -147,14 +174,27 @@ def load(
     Raises FormatError naming the tensor when one is missing, has another shape than the config
     says, or is read by nobody.
     """
+    return load_blocks(
+        checkpoint, cfg, ops, progress, lambda reader, i: _load_layer(reader, cfg, f"layers.{i}")
+    )
+
+
+def load_blocks(
+    checkpoint: Checkpoint,
+    cfg: Sizes,
+    ops: Ops,
+    progress: Progress | None,
+    load_block: Callable[[Reader, int], Any],
+) -> Weights:
+    """`load` for any decoder: `load_block(reader, i)` makes what `weights.layers` yields."""
     _check_head(checkpoint, cfg)
-    reader = _Reader(checkpoint, ops)
+    reader = Reader(checkpoint, ops)
     table = reader.matrix("embedding", cfg.vocab, cfg.hidden)
     layers = []
     for i in range(cfg.layers):
         if progress is not None:
             progress("load", i, cfg.layers)
-        layers.append(_load_layer(reader, cfg, f"layers.{i}"))
+        layers.append(load_block(reader, i))
     head = table if cfg.tied else reader.matrix("head", cfg.vocab, cfg.hidden)
     weights = Weights(
         embedding=ops.table(table),
@@ -175,7 +215,7 @@ def load(
     return weights
 
 
-def _check_head(checkpoint: Checkpoint, cfg: Config) -> None:
+def _check_head(checkpoint: Checkpoint, cfg: Sizes) -> None:
     if cfg.tied == checkpoint.has("head"):
         state = "and there is a tensor 'head'" if cfg.tied else "but there is no tensor 'head'"
         raise FormatError(
@@ -184,7 +224,7 @@ def _check_head(checkpoint: Checkpoint, cfg: Config) -> None:
         )
 
 
-def _load_layer(reader: _Reader, cfg: Config, name: str) -> Layer:
+def _load_layer(reader: Reader, cfg: Config, name: str) -> Layer:
     hidden, ffn = cfg.hidden, cfg.ffn
     q_width, kv_width = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     attn, feed = f"{name}.attn", f"{name}.ffn"
@@ -204,7 +244,7 @@ def _load_layer(reader: _Reader, cfg: Config, name: str) -> Layer:
     )
 
 
-class _Reader:
+class Reader:
     """Takes tensors out of a checkpoint by name and shape, and counts their bytes."""
 
     def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
@@ -218,8 +258,8 @@ class _Reader:
         self.nbytes += matrix.nbytes
         return matrix
 
-    def vector(self, name: str, length: int) -> Array:
-        self._check(name, (length,))
+    def vector(self, name: str, *shape: int) -> Array:
+        self._check(name, shape)
         values = self._checkpoint.vector(name)
         self.nbytes += values.nbytes
         return self._ops.vector(values)
