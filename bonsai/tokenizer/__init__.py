@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer"]
 
+WRITTEN = frozenset(["content", "reasoning_content", "thinking"])  # by the assistant
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -158,8 +159,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The ids of `render`. Control tokens come from the template only: what messages and tools
-        spell are ordinary pieces. In messages of the assistant, tokens that are not special (such
-        as <think>) stay tokens, because the model wrote them."""
+        spell are ordinary pieces. In what the assistant said and thought, tokens that are not
+        special (such as <think>) stay tokens, because the model wrote them."""
         text, marks = self._rendered(messages, tools, think, add_generation_prompt)
         if marks is None:
             return _ids(self._file.full, text)
@@ -199,8 +200,9 @@ class Tokenizer:
         self, messages: Any, tools: Any, template: ChatTemplate
     ) -> tuple[Any, Any, Marks | None]:
         """Messages and tools in which control tokens are taken apart, if they spell any."""
+        fields = [(_written(m, k), [k, v]) for m in messages for k, v in m.items()]
         spans: dict[tuple[str, bool], list[tuple[int, int]]] = {}
-        for own, value in (*((m["role"] == "assistant", m) for m in messages), (False, tools)):
+        for own, value in (*fields, (False, tools)):
             for text in texts_of(value):
                 if (text, own) not in spans:
                     found = self._controls(text, special_only=own)
@@ -208,14 +210,17 @@ class Tokenizer:
         if not any(spans.values()):
             return messages, tools, None
         for i, message in enumerate(messages):
-            if spans[message["role"], message["role"] == "assistant"]:
+            if spans[message["role"], False]:
                 raise InvalidRequest(f"messages[{i}].role spells a control token")
         marks = Marks([template.source, *(text for text, _ in spans)])
 
         def marked(value: Any, own: bool) -> Any:
             return mapped(value, lambda text: self._apart(text, spans[text, own], marks, own))
 
-        messages = [marked(message, message["role"] == "assistant") for message in messages]
+        messages = [
+            {marked(k, _written(m, k)): marked(v, _written(m, k)) for k, v in m.items()}
+            for m in messages
+        ]
         return messages, marked(tools, False), marks
 
     def _apart(self, text: str, spans: list[tuple[int, int]], marks: Marks, own: bool) -> str:
@@ -265,6 +270,11 @@ class Tokenizer:
                     f"the text cannot be told apart from the control token {name!r}"
                 )
         return ids
+
+
+def _written(message: Mapping[str, Any], key: str) -> bool:
+    """Whether the model wrote this part of a message."""
+    return message["role"] == "assistant" and key in WRITTEN
 
 
 def _ids(library: Library, text: str) -> list[int]:

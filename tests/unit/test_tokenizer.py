@@ -242,6 +242,13 @@ def test_what_the_model_wrote_keeps_its_tokens(tmp_path):
     assert tokenizer.decode(written) == "assistant\n<think>hm<|im_end|>\nassistant\n"
 
 
+def test_arguments_of_calls_are_text(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path, CALLS)
+    call = {"function": {"name": "f", "arguments": json.dumps({"x": "<think>"})}}
+    ids = tokenizer.encode_chat([{"role": "assistant", "content": "<think>", "tool_calls": [call]}])
+    assert ids.count(tokenizer.encode("<think>", special=True)[0]) == 1
+
+
 def test_added_spaces_and_words_are_text(tmp_path):
     document = byte_level()
     document["added_tokens"] = [
