@@ -33,7 +33,7 @@ def open_gguf(path: Path, group_size: int) -> SourceModel:
         architecture=architecture,
         config=config,
         tensors=tensors,
-        extras=tokenizer_files(metadata),
+        extras=tokenizer_files(metadata, str(path)),
         warnings=tuple(warnings),
     )
 
