@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]
 _BLOCK = 1 << 20
+_PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
 _SIDE_FILES = (".json", ".jinja", ".model", ".txt")
 
 
@@ -91,30 +93,46 @@ def look_up(name: str, revision: str | None) -> Repository:
 
 
 def select(repository: Repository, file: str | None) -> list[str]:
-    """The files of a model in a foreign format: one GGUF file, or a Hugging Face folder."""
+    """The files of a model in a foreign format: one GGUF model, or a Hugging Face folder.
+
+    A GGUF model in several parts is named by its first, which comes first here too.
+    """
     names = sorted(repository.files)
-    gguf = [name for name in names if name.endswith(".gguf")]
+    gguf = {name: parts for name in names if (parts := _gguf_parts(name, names))}
     if file is not None:
         if file not in gguf:
             raise ModelNotFound(
                 f"{repository.name} has no GGUF file '{file}'",
                 hint=f"one of: {', '.join(gguf)}" if gguf else "leave --file away",
             )
-        return [file]
+        return gguf[file]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if tensors and "config.json" in names:
         return [name for name in names if name.endswith((*_SIDE_FILES, ".safetensors"))]
     if len(gguf) == 1:
-        return gguf
+        return next(iter(gguf.values()))
     if gguf:
         raise ModelNotFound(
-            f"{repository.name} has {len(gguf)} GGUF files",
+            f"{repository.name} has {len(gguf)} GGUF models",
             hint=f"--file, one of: {', '.join(gguf)}",
         )
     raise FormatError(
         f"{repository.name} has neither safetensors with a config.json nor a GGUF file",
         hint="files that hold code (.bin, .pt) are not read; find a safetensors or GGUF version",
     )
+
+
+def _gguf_parts(name: str, names: list[str]) -> list[str]:
+    """The files of the GGUF model that `name` begins; none where it is a later part or no GGUF."""
+    if not name.endswith(".gguf"):
+        return []
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    stem, number, count = match.groups()
+    if int(number) != 1:
+        return []
+    return [part for part in names if part.startswith(stem) and part.endswith(f"-of-{count}.gguf")]
 
 
 def checkpoint_files(repository: Repository, into: Path, progress: Progress) -> list[str] | None:

@@ -190,4 +190,5 @@ def _bring(
     else:
         from bonsai.convert import convert
 
-        convert(folder / files[0] if len(files) == 1 else folder, place, progress=report)
+        source = folder / files[0] if files[0].endswith(".gguf") else folder
+        convert(source, place, progress=report)

@@ -256,7 +256,7 @@ def test_a_branch_that_moves_is_pinned_until_the_next_pull(home, tmp_path):
         (["o/m", "--revision", "v9"], "o/m has no revision 'v9'"),
         (["o/gated"], "o/gated asks its users to accept terms first"),
         (["o/pickle"], "o/pickle has neither safetensors with a config.json nor a GGUF file"),
-        (["o/many"], "o/many has 2 GGUF files"),
+        (["o/many"], "o/many has 2 GGUF models"),
         (["o/many", "--file", "c.gguf"], "o/many has no GGUF file 'c.gguf'"),
         (["o/newer"], "format version 2; this bonsai-lm reads version 1"),
         (["o/m", "--revision", "../x"], "o/m has no revision '../x'"),
@@ -275,6 +275,21 @@ def test_what_cannot_be_pulled_leaves_nothing(home, checkpoint, arguments, messa
     assert (done.returncode, done.stdout) == (1, "")
     assert message in done.stderr and done.stderr.count("\n") == 2
     assert below(home) == []
+
+
+def test_a_split_gguf_model_is_one_model():
+    def select(*names, file=None):
+        return download.select(download.Repository("o/m", "c", dict.fromkeys(names, 1)), file)
+
+    parts = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"]
+    assert select(*parts, "README.md") == parts
+    with pytest.raises(ModelNotFound) as error:
+        select(*parts, "b.gguf")
+    assert error.value.hint == "--file, one of: a-00001-of-00002.gguf, b.gguf"
+    assert select(*parts, "b.gguf", file="b.gguf") == ["b.gguf"]
+    assert select(*parts, "b.gguf", file=parts[0]) == parts
+    with pytest.raises(ModelNotFound):
+        select(*parts, file=parts[1])
 
 
 def test_a_damaged_download_is_refused_and_gone(home, checkpoint):
