@@ -75,6 +75,10 @@ class Ops(Protocol):
         """[T, 2 n] -> silu(first n) * last n, with silu(a) = a / (1 + exp(-a))."""
         ...
 
+    def relu2_glu(self, gate_up: Array) -> Array:
+        """[T, 2 n] -> relu(first n)^2 * last n, with relu(a) = max(a, 0)."""
+        ...
+
     def sample(self, logits: Array, sampling: Sampling, seen: np.ndarray, uniform: float) -> int:
         """One id from `logits` [vocab] by the rules of `bonsai.sampling.choose`.
 

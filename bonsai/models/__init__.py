@@ -18,7 +18,7 @@ from bonsai.models.decoder import Config, Progress, Weights
 
 __all__ = ["NAMES", "Architecture", "Model", "architecture", "load"]
 
-NAMES = ("llama", "qwen3")
+NAMES = ("bitnet", "llama", "qwen3")
 
 
 class Architecture(Protocol):

@@ -25,6 +25,7 @@ __all__ = [
     "forward",
     "load",
     "load_blocks",
+    "load_layer",
     "read_config",
     "read_sizes",
 ]
@@ -175,7 +176,7 @@ def load(
     says, or is read by nobody.
     """
     return load_blocks(
-        checkpoint, cfg, ops, progress, lambda reader, i: _load_layer(reader, cfg, f"layers.{i}")
+        checkpoint, cfg, ops, progress, lambda reader, i: load_layer(reader, cfg, f"layers.{i}")
     )
 
 
@@ -224,7 +225,8 @@ def _check_head(checkpoint: Checkpoint, cfg: Sizes) -> None:
         )
 
 
-def _load_layer(reader: Reader, cfg: Config, name: str) -> Layer:
+def load_layer(reader: Reader, cfg: Config, name: str) -> Layer:
+    """The block whose tensors are named `name`.*, as `attention` and `forward` read it."""
     hidden, ffn = cfg.hidden, cfg.ffn
     q_width, kv_width = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     attn, feed = f"{name}.attn", f"{name}.ffn"

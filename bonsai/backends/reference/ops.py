@@ -95,6 +95,12 @@ class ReferenceOps:
             y: np.ndarray = gate / (1 + np.exp(-gate)) * up
             return y
 
+    def relu2_glu(self, gate_up: np.ndarray) -> np.ndarray:
+        """[T, 2 n] -> max(a, 0)^2 * b for a, b = the first and the last n."""
+        gate, up = np.split(gate_up, 2, axis=-1)
+        y: np.ndarray = np.square(np.maximum(gate, 0)) * up
+        return y
+
     def sample(
         self, logits: np.ndarray, sampling: Sampling, seen: np.ndarray, uniform: float
     ) -> int:
