@@ -1,0 +1,79 @@
+// The scales of one row of weights, and sums of vector lanes. Part of avx2.cpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace bonsai {
+namespace {
+
+float horizontal_sum(__m256 v) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+}
+
+// `groups` halves at `plane` to one float per chunk, and 0 for the chunks beyond them.
+void widen_scales(const uint8_t* plane, int64_t groups, int per_group, int64_t chunks, float* out) {
+    int64_t g = 0;
+    for (; g + 8 <= groups; g += 8) {
+        const auto* from = reinterpret_cast<const __m128i*>(plane + 2 * g);
+        _mm256_storeu_ps(out + g, _mm256_cvtph_ps(_mm_loadu_si128(from)));
+    }
+    if (g < groups) {
+        alignas(16) uint16_t last[8] = {};
+        std::memcpy(last, plane + 2 * g, size_t(groups - g) * 2);
+        const __m256 wide = _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<__m128i*>(last)));
+        _mm256_storeu_ps(out + g, wide);
+    }
+    // From the back, so that no value is overwritten before it is read.
+    if (per_group > 1) {
+        for (int64_t c = per_group * groups - 1; c >= 0; --c) out[c] = out[c / per_group];
+    }
+    for (int64_t c = groups * per_group; c < chunks; ++c) out[c] = 0;
+}
+
+// Scales (and for q4, q8 biases with the center's share) of one row of weights, one per chunk.
+struct RowScales {
+    float* scales;
+    float* biases;
+};
+
+void load_scales(const Task& task, int center, int64_t row, const RowScales& out) {
+    const Matrix& w = *task.w;
+    const int per_group = w.group / task.x->chunk;
+    const int64_t at = 2 * row * w.groups, chunks = task.x->chunks;
+    widen_scales(w.scales + at, w.groups, per_group, chunks, out.scales);
+    if (!w.biases) return;
+    widen_scales(w.biases + at, w.groups, per_group, chunks, out.biases);
+    for (int64_t c = 0; c < chunks; ++c) out.biases[c] += float(center) * out.scales[c];
+}
+
+// s = w * x, in eights: all three have kPadFloats to spare.
+void multiply_scales(const float* w, const float* x, int64_t n, float* s) {
+    for (int64_t i = 0; i < n; i += 8) {
+        _mm256_storeu_ps(s + i, _mm256_mul_ps(_mm256_loadu_ps(w + i), _mm256_loadu_ps(x + i)));
+    }
+}
+
+// Where a sum starts: at what the biases contribute.
+__m256 bias_lanes(const Task& task, const RowScales& row, const float* sums) {
+    __m256 acc = _mm256_setzero_ps();
+    if (!task.w->biases) return acc;
+    const int64_t chunks = task.x->chunks;
+    int64_t c = 0;
+    for (; c + 8 <= chunks; c += 8) {
+        acc = _mm256_fmadd_ps(_mm256_loadu_ps(row.biases + c), _mm256_loadu_ps(sums + c), acc);
+    }
+    if (c == chunks) return acc;
+    alignas(32) float last[8] = {};
+    for (int64_t i = c; i < chunks; ++i) last[i - c] = row.biases[i] * sums[i];
+    return _mm256_add_ps(acc, _mm256_load_ps(last));
+}
+
+}  // namespace
+}  // namespace bonsai

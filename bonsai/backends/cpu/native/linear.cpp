@@ -1,0 +1,214 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "buffer.h"
+#include "pool.h"
+
+namespace bonsai {
+namespace {
+
+// Weights per item: enough to hide handing it out, and small enough that two threads end together.
+constexpr int64_t kItemBytes = 24 * 1024;
+constexpr int64_t kItemRows = 8;  // with several tokens
+// Below this many multiply-adds a job is done before a sleeping worker would be awake.
+constexpr int64_t kSmallJob = 100 * 1000;
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+thread_local Buffer item_scratch;
+
+// Columns in whole groups.
+int64_t padded_columns(const Matrix& m) { return m.group ? m.groups * m.group : m.columns; }
+
+// Enough for any route: two rows of scales, one per token of a tile, and one row of codes.
+int64_t scratch_bytes(const Layout& layout, const Activations& x) {
+    const int64_t floats = (2 + kTokenTile) * round_up(x.chunks + kPadFloats, 16);
+    return floats * 4 + x.blocks * layout.slots * 2 + 64;
+}
+
+}  // namespace
+
+// The input in the form of one need. `floats` is set for dense parts, `quantized` for the others.
+struct Linear::Input {
+    const float* floats;
+    Activations quantized;
+};
+
+// Memory of one form of the input; kept from call to call by each thread that calls `run`.
+struct Workspace {
+    Buffer transformed, slots, scales, sums, lane_sums;
+};
+
+namespace {
+
+// One need's memory per thread and position, so that nothing is allocated in the steady state.
+Workspace& workspace(size_t need) {
+    thread_local std::vector<std::unique_ptr<Workspace>> all;
+    while (all.size() <= need) all.push_back(std::make_unique<Workspace>());
+    return *all[need];
+}
+
+}  // namespace
+
+Linear::Linear(const Kernels& kernels, std::vector<Part> parts, bool exact)
+    : kernels_(kernels), exact_(exact) {
+    if (parts.empty()) throw std::invalid_argument("a linear needs a matrix");
+    columns_ = parts.front().matrix.columns;
+    for (const Part& part : parts) {
+        const Matrix& m = part.matrix;
+        if (m.columns != columns_) {
+            throw std::invalid_argument("matrices of " + std::to_string(columns_) + " and " +
+                                        std::to_string(m.columns) + " columns share no input");
+        }
+        const bool quantized = m.group != 0 && !exact;
+        const Route* route = quantized ? kernels.route(m.packing, m.group) : nullptr;
+        if (quantized && !route) throw std::invalid_argument("no kernel for this packing and group");
+        const int need = find_need({part.transform, route, padded_columns(m)});
+        segments_.push_back({m, route, need, rows_});
+        rows_ += m.rows;
+    }
+}
+
+int Linear::find_need(const Need& wanted) {
+    const auto same = [&wanted](const Need& need) {
+        if (!(need.transform == wanted.transform)) return false;
+        if (!need.route || !wanted.route) return need.route == wanted.route;
+        // Quantized activations depend on nothing else.
+        const Route &a = *need.route, &b = *wanted.route;
+        const int64_t block = a.layout->block;
+        return a.layout == b.layout && a.chunk == b.chunk && a.center == b.center &&
+               a.top == b.top && round_up(need.padded, block) == round_up(wanted.padded, block);
+    };
+    const auto found = std::find_if(needs_.begin(), needs_.end(), same);
+    if (found != needs_.end()) return int(found - needs_.begin());
+    needs_.push_back(wanted);
+    return int(needs_.size()) - 1;
+}
+
+std::vector<const char*> Linear::routes() const {
+    std::vector<const char*> names;
+    for (const Segment& segment : segments_) {
+        names.push_back(segment.route ? segment.route->name : exact_ ? "exact" : "dense");
+    }
+    return names;
+}
+
+// Transforms and quantizes each token once.
+Linear::Input Linear::prepare(const Need& need, const float* x, int64_t tokens,
+                              Workspace& memory) const {
+    Input input{x, {}};
+    float* transformed = nullptr;
+    if (need.transform.signs) {
+        transformed = memory.transformed.get<float>(tokens * columns_);
+        input.floats = transformed;
+    }
+    Activations& q = input.quantized;
+    ActivationRow rows{};
+    if (need.route) {
+        const Layout& layout = *need.route->layout;
+        q.blocks = round_up(need.padded, layout.block) / layout.block;
+        q.chunk = need.route->chunk;
+        q.chunks = q.blocks * layout.block / q.chunk;
+        q.slots_stride = q.blocks * layout.slots * layout.slot_bytes;
+        q.slots = rows.slots = memory.slots.get<uint8_t>(tokens * q.slots_stride);
+        q.scales = rows.scales = memory.scales.get<float>(tokens * q.chunks + kPadFloats);
+        q.sums = rows.sums = memory.sums.get<float>(tokens * q.chunks + kPadFloats);
+        q.lane_sums = rows.lane_sums =
+            memory.lane_sums.get<int32_t>(tokens * q.blocks * layout.lanes);
+        std::fill_n(rows.scales + tokens * q.chunks, kPadFloats, 0.0f);
+    }
+    if (!transformed && !need.route) return input;
+    Pool::shared().run(tokens, [&](int64_t t) {
+        const float* from = x + t * columns_;
+        if (transformed) {
+            kernels_.hadamard(from, need.transform.signs, columns_, need.transform.block, false,
+                              transformed + t * columns_);
+            from = transformed + t * columns_;
+        }
+        if (!need.route) return;
+        const ActivationRow row{rows.slots + t * q.slots_stride, rows.scales + t * q.chunks,
+                                rows.sums + t * q.chunks,
+                                rows.lane_sums + t * q.blocks * need.route->layout->lanes};
+        kernels_.quantize(from, columns_, *need.route, q, row);
+    });
+    return input;
+}
+
+void Linear::run(const float* x, int64_t tokens, const float* residual, float* y) const {
+    std::vector<Input> inputs;
+    inputs.reserve(needs_.size());
+    for (size_t i = 0; i < needs_.size(); ++i) {
+        inputs.push_back(prepare(needs_[i], x, tokens, workspace(i)));
+    }
+    // Runs of rows of one segment after another.
+    struct Run {
+        const Segment* segment;
+        int64_t first, last;
+    };
+    std::vector<Run> runs;
+    const bool small = rows_ * columns_ * tokens < kSmallJob;
+    for (const Segment& segment : segments_) {
+        const Matrix& m = segment.matrix;
+        int64_t step = tokens > 1 ? kItemRows : std::max<int64_t>(1, kItemBytes / m.codes_stride);
+        if (small) step = m.rows;
+        for (int64_t first = 0; first < m.rows; first += step) {
+            runs.push_back({&segment, first, std::min(first + step, m.rows)});
+        }
+    }
+    const auto item = [&](int64_t i) {
+        const Run& run = runs[size_t(i)];
+        const Input& input = inputs[size_t(run.segment->need)];
+        if (run.segment->route) {
+            run_segment(*run.segment, input, tokens, run.first, run.last, residual, y);
+        } else {
+            run_dense(*run.segment, input, tokens, run.first, run.last, residual, y);
+        }
+    };
+    if (small) {
+        for (int64_t i = 0; i < int64_t(runs.size()); ++i) item(i);
+    } else {
+        Pool::shared().run(int64_t(runs.size()), item);
+    }
+}
+
+void Linear::run_segment(const Segment& segment, const Input& input, int64_t tokens, int64_t first,
+                         int64_t last, const float* residual, float* y) const {
+    Task task{};
+    task.w = &segment.matrix;
+    task.x = &input.quantized;
+    task.tokens = tokens;
+    task.first = first;
+    task.last = last;
+    task.y = y + segment.offset;
+    task.residual = residual ? residual + segment.offset : nullptr;
+    task.y_stride = rows_;
+    task.scratch = item_scratch.get<uint8_t>(scratch_bytes(*segment.route->layout, *task.x));
+    (tokens == 1 ? segment.route->gemv : segment.route->gemm)(task);
+}
+
+void Linear::run_dense(const Segment& segment, const Input& input, int64_t tokens, int64_t first,
+                       int64_t last, const float* residual, float* y) const {
+    const Matrix& m = segment.matrix;
+    float* row = item_scratch.get<float>(columns_);
+    for (int64_t r = first; r < last; ++r) {
+        const uint8_t* values = m.codes + r * m.codes_stride;
+        switch (m.packing) {
+            case Packing::f16: kernels_.widen_f16(values, columns_, row); break;
+            case Packing::bf16: kernels_.widen_bf16(values, columns_, row); break;
+            default: expand_row(m, r, row); break;
+        }
+        for (int64_t t = 0; t < tokens; t += kTokenTile) {
+            const int count = int(std::min<int64_t>(kTokenTile, tokens - t));
+            float dots[kTokenTile];
+            kernels_.dense_dot(row, columns_, input.floats + t * columns_, columns_, count, dots);
+            for (int i = 0; i < count; ++i) {
+                const int64_t at = (t + i) * rows_ + segment.offset + r;
+                y[at] = residual ? residual[at] + dots[i] : dots[i];
+            }
+        }
+    }
+}
+
+}  // namespace bonsai

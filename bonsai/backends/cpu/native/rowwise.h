@@ -1,0 +1,218 @@
+// Element by element work on one row, in plain loops that compilers vectorise.
+//
+// Included once by every instruction set's file and compiled with its flags. Everything is in an
+// anonymous namespace and nothing of the standard library is instantiated: a function with external
+// linkage that was compiled for a newer CPU could otherwise be linked into the portable path.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace bonsai {
+namespace {
+
+float bits_to_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Adding 1.5 * 2^23 to |x| < 2^22 leaves no room for a fraction: it rounds to nearest, ties to even,
+// and the integer stands in the low bits.
+constexpr float kRounder = 12582912.0f;
+
+// exp(x) within 2 units in the last place; 0 below -87, NaN stays NaN.
+inline float exp_row(float x) {
+    float t = x > 88.0f ? 88.0f : x;
+    t = t < -87.0f ? -87.0f : t;
+    const float shifted = t * 1.44269504f + kRounder;
+    const float n = shifted - kRounder;
+    // ln 2 in two parts, so that n * high is exact for |n| < 2^15.
+    const float r = (t - n * 0.693359375f) + n * 2.12194440e-4f;
+    // Taylor to degree 7: |r| <= 0.35, so the rest is below 6e-9.
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const uint32_t exponent = (float_to_bits(shifted) - float_to_bits(kRounder) + 127u) << 23;
+    const float value = p * bits_to_float(exponent);
+    return x < -87.0f ? 0.0f : value;
+}
+
+void swiglu_row(const float* gate, const float* up, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + exp_row(-gate[i])) * up[i];
+}
+
+// Scores become exp(score - max), in place; those up to the next multiple of 8 become 0.
+void softmax_row(float* scores, int count, float* max, float* sum) {
+    const int padded = (count + 7) & ~7;
+    for (int j = count; j < padded; ++j) scores[j] = bits_to_float(0xff800000u);  // -inf
+    float lanes[8];
+    for (int l = 0; l < 8; ++l) lanes[l] = scores[l];
+    for (int j = 8; j < padded; j += 8) {
+        for (int l = 0; l < 8; ++l) lanes[l] = scores[j + l] > lanes[l] ? scores[j + l] : lanes[l];
+    }
+    float largest = lanes[0];
+    for (int l = 1; l < 8; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
+    for (int j = 0; j < padded; ++j) scores[j] = exp_row(scores[j] - largest);
+    for (int l = 0; l < 8; ++l) lanes[l] = 0;
+    for (int j = 0; j < padded; j += 8) {
+        for (int l = 0; l < 8; ++l) lanes[l] += scores[j + l];
+    }
+    float total = 0;
+    for (int l = 0; l < 8; ++l) total += lanes[l];
+    *max = largest;
+    *sum = total;
+}
+
+void rms_norm_row(const float* x, const float* gain, int64_t n, float eps, float* out) {
+    double lanes[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (int j = 0; j < 8; ++j) lanes[j] += double(x[i + j]) * double(x[i + j]);
+    }
+    for (; i < n; ++i) lanes[0] += double(x[i]) * double(x[i]);
+    double sum = 0;
+    for (double lane : lanes) sum += lane;
+    const float factor = float(1.0 / std::sqrt(sum / double(n) + double(eps)));
+    for (i = 0; i < n; ++i) out[i] = x[i] * factor * gain[i];
+}
+
+void rope_row(const float* x, const float* cos, const float* sin, int64_t half, int64_t width,
+              float* out) {
+    for (int64_t i = 0; i < half; ++i) out[i] = x[i] * cos[i] - x[i + half] * sin[i];
+    for (int64_t i = 0; i < half; ++i) out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+    for (int64_t i = 2 * half; i < width; ++i) out[i] = x[i];
+}
+
+// Strides 1, 2 and 4 of the butterfly in registers.
+void hadamard_eights(float* x, int64_t n) {
+    for (int64_t i = 0; i + 8 <= n; i += 8) {
+        float* p = x + i;
+        float a[8], b[8];
+        for (int j = 0; j < 8; j += 2) a[j] = p[j] + p[j + 1], a[j + 1] = p[j] - p[j + 1];
+        for (int j = 0; j < 8; j += 4) {
+            b[j] = a[j] + a[j + 2], b[j + 1] = a[j + 1] + a[j + 3];
+            b[j + 2] = a[j] - a[j + 2], b[j + 3] = a[j + 1] - a[j + 3];
+        }
+        for (int j = 0; j < 4; ++j) p[j] = b[j] + b[j + 4], p[j + 4] = b[j] - b[j + 4];
+    }
+}
+
+// One block of the unnormalised Sylvester transform, in place.
+void hadamard_block(float* x, int64_t block) {
+    int64_t stride = 1;
+    if (block >= 8) {
+        hadamard_eights(x, block);
+        stride = 8;
+    }
+    for (; stride < block; stride *= 2) {
+        for (int64_t start = 0; start < block; start += 2 * stride) {
+            float* low = x + start;
+            float* high = low + stride;
+            for (int64_t j = 0; j < stride; ++j) {
+                const float a = low[j], b = high[j];
+                low[j] = a + b;
+                high[j] = a - b;
+            }
+        }
+    }
+}
+
+void hadamard_row(const float* x, const int8_t* signs, int64_t n, int64_t block, bool inverse,
+                  float* out) {
+    const float norm = float(1.0 / std::sqrt(double(block)));
+    if (inverse) {
+        std::memcpy(out, x, size_t(n) * sizeof(float));
+    } else {
+        for (int64_t i = 0; i < n; ++i) out[i] = x[i] * float(signs[i]);
+    }
+    for (int64_t start = 0; start < n; start += block) hadamard_block(out + start, block);
+    if (inverse) {
+        for (int64_t i = 0; i < n; ++i) out[i] = out[i] * norm * float(signs[i]);
+    } else {
+        for (int64_t i = 0; i < n; ++i) out[i] *= norm;
+    }
+}
+
+// `count` of the `chunk` elements exist; the others become 0. Returns the scale.
+float quantize_chunk(const float* x, int64_t count, int chunk, int top, int16_t* q) {
+    // As integers, magnitudes order like floats, and inf and NaN are the largest of all.
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    }
+    const float peak = bits_to_float(largest);
+    const bool usable = largest < 0x7f800000u && peak > 1e-30f;  // below: 0, or 1/peak overflows
+    if (!usable) {
+        std::memset(q, 0, size_t(chunk) * sizeof *q);
+        return largest >= 0x7f800000u ? bits_to_float(0x7fc00000u) : 0.0f;
+    }
+    const float inverse = float(top) / peak;
+    for (int64_t i = 0; i < count; ++i) {
+        q[i] = int16_t(float_to_bits(x[i] * inverse + kRounder) - float_to_bits(kRounder));
+    }
+    for (int64_t i = count; i < chunk; ++i) q[i] = 0;
+    return peak / float(top);
+}
+
+// One block into its slots and lane sums.
+void place_block(const int16_t* q, const Layout& layout, int center, uint8_t* slots,
+                 int32_t* lane_sums) {
+    for (int i = 0; i < layout.lanes; ++i) lane_sums[i] = 0;
+    for (int start = 0; start < layout.slots; start += layout.run) {
+        int32_t sum = 0;
+        for (int i = start; i < start + layout.run; ++i) {
+            const int element = layout.element[i];
+            const int16_t value = element < 0 ? int16_t(0) : q[element];
+            sum += value;
+            if (layout.slot_bytes == 1) {
+                slots[i] = uint8_t(value);
+            } else {
+                std::memcpy(slots + 2 * i, &value, 2);
+            }
+        }
+        // q8, the largest: 128 * 32 elements * 32767 < 2^27.
+        lane_sums[layout.lane[start / layout.run]] += center * sum;
+    }
+}
+
+void quantize_row(const float* x, int64_t n, const Route& route, const Activations& shape,
+                  const ActivationRow& out) {
+    const Layout& layout = *route.layout;
+    const int chunk = shape.chunk, chunks = layout.block / chunk;
+    alignas(64) int16_t q[kMaxBlock];
+    for (int64_t b = 0; b < shape.blocks; ++b) {
+        for (int c = 0; c < chunks; ++c) {
+            const int64_t start = b * layout.block + int64_t(c) * chunk;
+            int64_t count = n - start;
+            count = count < 0 ? 0 : count > chunk ? chunk : count;
+            // Without elements the pointer is not formed: it could lie beyond the row.
+            const float scale =
+                quantize_chunk(count ? x + start : x, count, chunk, route.top, q + c * chunk);
+            int32_t sum = 0;
+            for (int i = 0; i < chunk; ++i) sum += q[c * chunk + i];
+            out.scales[b * chunks + c] = scale;
+            out.sums[b * chunks + c] = scale * float(sum);
+        }
+        place_block(q, layout, route.center, out.slots + b * layout.slots * layout.slot_bytes,
+                    out.lane_sums + b * layout.lanes);
+    }
+}
+
+}  // namespace
+}  // namespace bonsai
