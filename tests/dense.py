@@ -22,7 +22,9 @@ def logits(config: dict, tensors: Callable[[str], Matrix], vectors, tokens) -> n
     for i in range(config["layers"]):
         name = f"layers.{i}"
         h = norm(x, vectors(f"{name}.attn_norm"), eps)
-        x = x + block_attention(config, name, tensors, vectors, h)
+        delta = config["architecture"] == "qwen35" and config["kinds"][i] == "delta"
+        mixer = block_delta if delta else block_attention
+        x = x + mixer(config, name, tensors, vectors, h)
         h = norm(x, vectors(f"{name}.ffn_norm"), eps)
         gate = h @ dequantized(tensors(f"{name}.ffn.gate")).T
         up = h @ dequantized(tensors(f"{name}.ffn.up")).T
@@ -34,13 +36,63 @@ def logits(config: dict, tensors: Callable[[str], Matrix], vectors, tokens) -> n
 def block_attention(config: dict, name: str, tensors, vectors, x: np.ndarray) -> np.ndarray:
     heads, kv_heads, width = config["heads"], config["kv_heads"], config["head_dim"]
     q, k, v = (x @ dequantized(tensors(f"{name}.attn.{part}")).T for part in "qkv")
+    gate = None
+    if config["architecture"] == "qwen35":  # each head: its query, then its gate
+        pairs = q.reshape(len(x), heads, 2, width)
+        q, gate = pairs[:, :, 0], pairs[:, :, 1]
     q, k, v = (a.reshape(len(x), -1, width) for a in (q, k, v))
-    if config["architecture"] == "qwen3":
+    if config["architecture"] != "llama":
         q = norm(q, vectors(f"{name}.attn.q_norm"), config["norm_eps"])
         k = norm(k, vectors(f"{name}.attn.k_norm"), config["norm_eps"])
     q, k = rotated(q, config["rope"]), rotated(k, config["rope"])
     out = attended(q, k, v, heads // kv_heads)
+    if gate is not None:
+        out = out * _sigmoid(gate)
     return out.reshape(len(x), -1) @ dequantized(tensors(f"{name}.attn.out")).T
+
+
+def block_delta(config: dict, name: str, tensors, vectors, x: np.ndarray) -> np.ndarray:
+    gdn, name = config["gdn"], f"{name}.gdn"
+    mixed, z, a, b = (x @ dequantized(tensors(f"{name}.{p}")).T for p in ("qkv", "z", "a", "b"))
+    mixed = convolved(mixed, vectors(f"{name}.conv"))
+    keys = gdn["key_heads"] * gdn["key_dim"]
+    q, k = (mixed[:, part].reshape(len(x), -1, gdn["key_dim"])
+            for part in (slice(0, keys), slice(keys, 2 * keys)))  # fmt: skip
+    q, k = unit(q) / math.sqrt(gdn["key_dim"]), unit(k)
+    v, z = (part.reshape(len(x), -1, gdn["value_dim"]) for part in (mixed[:, 2 * keys :], z))
+    rate = np.exp(np.asarray(vectors(f"{name}.a_log"), np.float64))
+    kept = np.exp(-rate * np.log1p(np.exp(a + vectors(f"{name}.dt_bias"))))
+    out = recurred(q, k, v, kept, _sigmoid(b))
+    out = norm(out, vectors(f"{name}.norm"), config["norm_eps"]) * z * _sigmoid(z)
+    return out.reshape(len(x), -1) @ dequantized(tensors(f"{name}.out")).T
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def convolved(x: np.ndarray, taps: np.ndarray) -> np.ndarray:
+    """silu of the causal convolution of each column of x [T, C] with its taps [C, n]."""
+    y = np.zeros(x.shape)
+    for t in range(len(x)):
+        for age in range(min(taps.shape[1], t + 1)):  # the last tap is for age 0
+            y[t] += taps[:, taps.shape[1] - 1 - age].astype(np.float64) * x[t - age]
+    return y * _sigmoid(y)
+
+
+def recurred(q, k, v, kept, beta, memory: np.ndarray | None = None) -> np.ndarray:
+    """The gated delta rule with M [Dv, Dk] for each head; `kept` is the factor, not its log."""
+    q, k, v, kept, beta = (np.asarray(a, dtype=np.float64) for a in (q, k, v, kept, beta))
+    share = v.shape[1] // k.shape[1]
+    y = np.zeros(v.shape)
+    for h in range(v.shape[1]):
+        M = np.zeros((v.shape[2], k.shape[2])) if memory is None else memory[h].T.copy()
+        for t in range(len(v)):
+            key = k[t, h // share]
+            M = kept[t, h] * M
+            M = M + beta[t, h] * np.outer(v[t, h] - M @ key, key)
+            y[t, h] = M @ q[t, h // share]
+    return y
 
 
 def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, share: int, first: int = 0) -> np.ndarray:

@@ -16,11 +16,14 @@ from bonsai.format import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """`new_state(layers, kv_heads, head_dim, max_context)`, and bounds from `tolerances`."""
+    """`new_state(layers, kv_heads, head_dim, max_context, delta)`; bounds from `tolerances`.
+
+    `delta` is a `DeltaSpec`, or None or absent where there is no recurrent memory.
+    """
 
     name: str
     ops: Any
-    new_state: Callable[[int, int, int, int], State] = field(repr=False)
+    new_state: Callable[..., State] = field(repr=False)
     linear: dict[str, float]  # one linear
     attention: dict[str, float]
     model: dict[str, float]  # logits of a whole tiny model against float64
@@ -29,10 +32,13 @@ class Runner:
     def load(self, checkpoint: Checkpoint, chunk: int = 512) -> EagerEngine:
         """An engine on these ops."""
         model = models.load(checkpoint, self.ops)
-        cfg = model.config
+        spec = model.config.state
+        sizes = (spec.kv_layers, spec.kv_heads, spec.head_dim)
 
         def new_state(max_context: int) -> State:
-            return self.new_state(cfg.layers, cfg.kv_heads, cfg.head_dim, max_context)
+            if spec.delta is None:
+                return self.new_state(*sizes, max_context)
+            return self.new_state(*sizes, max_context, spec.delta)
 
         return EagerEngine(model, self.ops, new_state, self.name, chunk)
 

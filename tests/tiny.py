@@ -49,6 +49,18 @@ class Random:
 
 
 MATRICES = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn.down")
+DELTA = ("gdn.qkv", "gdn.z", "gdn.a", "gdn.b", "gdn.out", *MATRICES[4:])
+
+
+@dataclass(frozen=True, slots=True)
+class Gdn:
+    """Sizes of the gated delta nets of a "qwen35"."""
+
+    key_heads: int = 2
+    value_heads: int = 6
+    key_dim: int = 16
+    value_dim: int = 32
+    taps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class Tiny:
     """What to make. `table` is the packing of embedding and head; None is that of the rest.
 
     `hadamard` is a block size: the input of every matrix but the dense ones is transformed.
+    `dims` are the rotated ones of each head, None for all. `kinds` and `gdn` are for "qwen35".
     """
 
     architecture: str = "qwen3"
@@ -78,6 +91,9 @@ class Tiny:
     container: str = "safetensors"
     shard_bytes: int | None = None
     seed: int = 0
+    dims: int | None = None
+    kinds: tuple[str, ...] = ("delta", "attention")
+    gdn: Gdn = Gdn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +125,11 @@ def save(out: Path, spec: Tiny, made: Weights, files: dict[str, bytes] | None = 
 
 def config(spec: Tiny) -> dict:
     """The config.json of `spec`."""
-    rope: dict = {"theta": spec.theta, "dims": spec.head_dim}
+    rope: dict = {"theta": spec.theta, "dims": spec.dims or spec.head_dim}
     if spec.yarn is not None:
         rope["yarn"] = {name: getattr(spec.yarn, name) for name in spec.yarn.__slots__}
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context", "tied")
-    return {
+    values = {
         "architecture": spec.architecture,
         **{name: getattr(spec, name) for name in sizes},
         "norm_eps": 1e-6,
@@ -121,6 +137,10 @@ def config(spec: Tiny) -> dict:
         "rope": rope,
         "eos": list(spec.eos),
     }
+    if spec.architecture == "qwen35":
+        gdn = {name: getattr(spec.gdn, name) for name in spec.gdn.__slots__}
+        values |= {"output_gate": "sigmoid", "kinds": list(spec.kinds), "gdn": gdn}
+    return values
 
 
 def weights(spec: Tiny) -> Weights:
@@ -133,14 +153,30 @@ def weights(spec: Tiny) -> Weights:
     vectors = {"norm": _gain(rng, spec.hidden)}
     shapes = _shapes(spec)
     for i in range(spec.layers):
-        for part in MATRICES:
-            matrices.append(_made(rng, spec, f"layers.{i}.{part}", *shapes[part], spec.packing))
+        delta = spec.architecture == "qwen35" and spec.kinds[i] == "delta"
+        for part in DELTA if delta else MATRICES:
+            packing = "f32" if part in ("gdn.a", "gdn.b") else spec.packing
+            matrices.append(_made(rng, spec, f"layers.{i}.{part}", *shapes[part], packing))
         vectors[f"layers.{i}.attn_norm"] = _gain(rng, spec.hidden)
         vectors[f"layers.{i}.ffn_norm"] = _gain(rng, spec.hidden)
-        if spec.architecture == "qwen3":
+        if delta:
+            vectors |= {f"layers.{i}.gdn.{k}": v for k, v in _delta_vectors(rng, spec.gdn).items()}
+        elif spec.architecture in ("qwen3", "qwen35"):
             vectors[f"layers.{i}.attn.q_norm"] = _gain(rng, spec.head_dim)
             vectors[f"layers.{i}.attn.k_norm"] = _gain(rng, spec.head_dim)
     return Weights({m.name: m for m in matrices}, vectors)
+
+
+def _delta_vectors(rng: Random, gdn: Gdn) -> dict[str, np.ndarray]:
+    """Taps of size 1/2; decays between about 0.5 and 0.99 a token."""
+    channels = 2 * gdn.key_heads * gdn.key_dim + gdn.value_heads * gdn.value_dim
+    found = {
+        "conv": 0.5 * rng.standard_normal((channels, gdn.taps)),
+        "a_log": 3 * rng.random(gdn.value_heads) - 3,
+        "dt_bias": rng.random(gdn.value_heads) - 1,
+        "norm": _gain(rng, gdn.value_dim),
+    }
+    return {name: values.astype(np.float32) for name, values in found.items()}
 
 
 def matrix(
@@ -183,9 +219,23 @@ def _made(rng: Random, spec: Tiny, name: str, rows: int, columns: int, packing: 
 
 def _shapes(spec: Tiny) -> dict[str, tuple[int, int]]:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    hidden, ffn = spec.hidden, spec.ffn
-    shapes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
-    return dict(zip(MATRICES, (*shapes, (ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True))
+    hidden, ffn, gdn = spec.hidden, spec.ffn, spec.gdn
+    values = gdn.value_heads * gdn.value_dim
+    gated = 2 * q if spec.architecture == "qwen35" else q
+    return {
+        "attn.q": (gated, hidden),
+        "attn.k": (kv, hidden),
+        "attn.v": (kv, hidden),
+        "attn.out": (hidden, q),
+        "gdn.qkv": (2 * gdn.key_heads * gdn.key_dim + values, hidden),
+        "gdn.z": (values, hidden),
+        "gdn.a": (gdn.value_heads, hidden),
+        "gdn.b": (gdn.value_heads, hidden),
+        "gdn.out": (hidden, values),
+        "ffn.gate": (ffn, hidden),
+        "ffn.up": (ffn, hidden),
+        "ffn.down": (hidden, ffn),
+    }
 
 
 def _gain(rng: Random, width: int) -> np.ndarray:

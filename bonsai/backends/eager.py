@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from bonsai.backends import Progress
+from bonsai.backends.marks import Mark, Marks
 from bonsai.backends.ops import Array, Ops
 from bonsai.errors import ContextOverflow, InvalidRequest, NumericError
 from bonsai.models import Model
@@ -51,6 +52,18 @@ class State(Protocol):
         ...
 
 
+class RecurrentState(State, Protocol):
+    """A state with a recurrent memory, which cannot be cut at any length."""
+
+    def mark(self) -> Any:
+        """A copy of the recurrent memory after the rows held; small, and never changed."""
+        ...
+
+    def cut(self, length: int, mark: Any = None) -> None:
+        """Forget all rows from `length` on; `mark` was made at that length, None is for 0."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What `EagerSession.snapshot` returns; opaque to everyone else."""
@@ -58,6 +71,7 @@ class Snapshot:
     tokens: tuple[int, ...]
     state: Any = field(repr=False)
     last: Array | None = field(repr=False)
+    marks: tuple[Mark, ...] = field(repr=False)
     engine: EagerEngine = field(repr=False)
 
 
@@ -84,6 +98,7 @@ class EagerEngine:
         self.context: int = model.config.context
         self.vocab: int = model.config.vocab
         self.bytes_per_token: int = model.weights.bytes_per_token
+        self.recurrent: bool = model.config.state.delta is not None
 
     def session(self, max_context: int, valid_ids: int) -> EagerSession:
         """A fresh session. Ids at or above `valid_ids` are never sampled."""
@@ -104,6 +119,7 @@ class EagerSession:
         self._seen: set[int] = set()
         self._open_state: State | None = engine.new_state(max_context)
         self._last: Array | None = None  # hidden row [1, hidden] of the last computed token
+        self._marks = Marks()  # stays empty where the state can be cut at any length
 
     def __enter__(self) -> EagerSession:
         return self
@@ -139,7 +155,7 @@ class EagerSession:
         if not self._tokens:
             raise InvalidRequest("there is nothing to continue: the session holds no tokens")
         if state.position == len(self._tokens) and self._last is None:
-            state.cut(len(self._tokens) - 1)  # after a rewind: its hidden row is not kept
+            self._go_back(len(self._tokens) - 1)  # after a rewind: its hidden row is not kept
         self._compute(None)
         with np.errstate(over="ignore", invalid="ignore"):
             row = self._engine.model.weights.head(self._last)
@@ -173,21 +189,24 @@ class EagerSession:
             yield token
 
     def rewind(self, length: int) -> int:
-        """Forget all but the first `length` tokens; returns how many stay."""
+        """Forget all but the first `length` tokens; returns how many stay.
+
+        With a recurrent memory these are fewer, unless there is a mark at `length`.
+        """
         state = self._state()
         if length < 0:
             raise InvalidRequest(f"rewind to {length} tokens: expected 0 or more")
         if length < len(self._tokens):
             if length < state.position:
-                self._last = None
-                state.cut(length)
+                length = self._go_back(length)
             del self._tokens[length:]
             self._seen = set(self._tokens)
         return len(self._tokens)
 
     def snapshot(self) -> Snapshot:
         """A copy of the state, which `restore` of any session of the same engine takes."""
-        return Snapshot(tuple(self._tokens), self._state().save(), self._last, self._engine)
+        saved = self._state().save()
+        return Snapshot(tuple(self._tokens), saved, self._last, tuple(self._marks), self._engine)
 
     def restore(self, snapshot: Any) -> None:
         """Hold what the snapshot holds; a snapshot can be restored any number of times."""
@@ -195,21 +214,50 @@ class EagerSession:
         if not isinstance(snapshot, Snapshot) or snapshot.engine is not self._engine:
             raise InvalidRequest("restore: this is not a snapshot of a session of the same model")
         self._check_room(len(snapshot.tokens))
-        self._last = None
+        self._last, self._marks = None, Marks()
         self._tokens = list(snapshot.tokens)
         state.load(snapshot.state)
         self._seen = set(snapshot.tokens)
+        self._marks = Marks(snapshot.marks)
         self._last = snapshot.last
 
     def close(self) -> None:
         """Free the state; every later call but `close` raises InvalidRequest."""
         self._open_state = None
         self._last = None
+        self._marks = Marks()
 
     def _state(self) -> State:
         if self._open_state is None:
             raise InvalidRequest("the session is closed")
         return self._open_state
+
+    def _go_back(self, length: int) -> int:
+        """Let the state forget tokens from `length` on, or from the last mark before it."""
+        state = self._state()
+        self._last = None
+        if not self._engine.recurrent:
+            state.cut(length)
+            return length
+        mark = self._marks.back(length)
+        if mark is None:
+            state.cut(0)
+            return 0
+        cast(RecurrentState, state).cut(mark.length, mark.memory)
+        self._last = mark.last
+        return mark.length
+
+    def _end_of_chunk(self, position: int) -> int:
+        """Where the forward that starts at `position` ends."""
+        end = position + self._engine.chunk
+        if self._engine.recurrent:
+            end = self._marks.stop(position, end, len(self._tokens))
+        return end
+
+    def _keep_mark(self, state: State) -> None:
+        if self._engine.recurrent and self._marks.due(state.position, len(self._tokens)):
+            memory = cast(RecurrentState, state).mark()
+            self._marks.add(Mark(state.position, memory, self._last))
 
     def _compute(self, progress: Progress | None) -> None:
         """Run the pending ids, a chunk at a time, and keep the hidden row of the last."""
@@ -217,13 +265,14 @@ class EagerSession:
         start = state.position
         total = len(self._tokens) - start
         while state.position < len(self._tokens):
-            chunk = self._tokens[state.position : state.position + engine.chunk]
+            chunk = self._tokens[state.position : self._end_of_chunk(state.position)]
             ids = np.array(chunk, dtype=np.int32)
             with np.errstate(over="ignore", invalid="ignore"):  # `logits` reports what it led to
                 rows = engine.model.forward(engine.ops, ids, state)
             self._last = None  # an interrupt between the next two lines must not leave an old row
             state.advance(len(chunk))
             self._last = rows[-1:].copy()  # not a view that keeps the whole chunk alive
+            self._keep_mark(state)
             if progress is not None:
                 progress("prefill", state.position - start, total)
 

@@ -32,7 +32,7 @@ class Ops(Protocol):
     """About a dozen semantic operations. Routes are chosen inside an op from its shapes."""
 
     def vector(self, values: np.ndarray) -> Array:
-        """A float32 vector (a norm gain) as the backend keeps it."""
+        """A small float32 array (a norm gain, taps) as the backend keeps it."""
         ...
 
     def table(self, matrix: Matrix) -> Any:
@@ -77,6 +77,51 @@ class Ops(Protocol):
 
     def relu2_glu(self, gate_up: Array) -> Array:
         """[T, 2 n] -> relu(first n)^2 * last n, with relu(a) = max(a, 0)."""
+        ...
+
+    def sigmoid_gate(self, x: Array, gate: Array) -> Array:
+        """x * sigmoid(gate), element by element; both [T, n]."""
+        ...
+
+    def causal_conv_silu(self, x: Array, taps: Array, state: Any, layer: int) -> Array:
+        """A convolution over time for each channel by itself, then silu; [T, C] -> [T, C].
+
+        y[t, c] = silu(sum over j of taps[c, j] x[t - n + 1 + j, c]) for taps [C, n]: the last tap
+        meets the current row. Rows before the first of x are the last n - 1 inputs of `layer` in
+        the state, zeros at the start; the state keeps the last n - 1 of x for the next call.
+        """
+        ...
+
+    def gated_delta_gates(
+        self, a: Array, b: Array, a_log: Array, dt_bias: Array
+    ) -> tuple[Array, Array]:
+        """How much to forget and to write: (decay, beta), both fp32 [T, H], of a, b [T, H].
+
+        decay = -exp(a_log) softplus(a + dt_bias) is the logarithm of a factor between 0 and 1, and
+        is at most 0; softplus(x) = ln(1 + exp(x)), without overflow; beta = sigmoid(b).
+        """
+        ...
+
+    def gated_delta_rule(
+        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Any, layer: int
+    ) -> Array:
+        """Read and update the recurrent memory of `layer`, token after token, all in fp32.
+
+        For each token t and value head h, with M [Dk, Dv] the memory of that head (zeros at the
+        start) and g = h // (H / Hk):
+
+            M    <- exp(decay[t, h]) M
+            M    <- M + k[t, g] (beta[t, h] (v[t, h] - M^T k[t, g]))^T
+            y[t, h] = M^T q[t, g]
+
+        q, k [T, Hk, Dk] are already normalised and q carries the factor Dk^-1/2; v [T, H, Dv];
+        decay, beta [T, H] are those of `gated_delta_gates`. Returns y [T, H, Dv]. Any
+        way of computing many tokens at once that equals this is allowed.
+        """
+        ...
+
+    def gated_rms_norm(self, x: Array, z: Array, gain: Array, eps: float) -> Array:
+        """rms_norm(x, gain, eps) * silu(z) over the last axis, fp32 inside; x, z [T, H, D]."""
         ...
 
     def sample(self, logits: Array, sampling: Sampling, seen: np.ndarray, uniform: float) -> int:

@@ -14,27 +14,27 @@ from typing import Any, Protocol
 from bonsai.backends.ops import Array, Ops
 from bonsai.errors import UnsupportedModel
 from bonsai.format import Checkpoint
-from bonsai.models.decoder import Config, Progress, Weights
+from bonsai.models.decoder import Progress, Sizes, Weights
 
 __all__ = ["NAMES", "Architecture", "Model", "architecture", "load"]
 
-NAMES = ("bitnet", "llama", "qwen3")
+NAMES = ("bitnet", "llama", "qwen3", "qwen35")
 
 
 class Architecture(Protocol):
     """What each file of this folder defines."""
 
-    def read_config(self, values: Mapping[str, Any]) -> Config:
+    def read_config(self, values: Mapping[str, Any]) -> Sizes:
         """The config of a checkpoint; UnsupportedModel for unknown keys and values."""
         ...
 
     def load(
-        self, checkpoint: Checkpoint, cfg: Config, ops: Ops, progress: Progress | None = None
+        self, checkpoint: Checkpoint, cfg: Any, ops: Ops, progress: Progress | None = None
     ) -> Weights:
         """Every tensor of the checkpoint, checked against the config, as the ops keep it."""
         ...
 
-    def forward(self, ops: Ops, cfg: Config, weights: Weights, tokens: Array, state: Any) -> Array:
+    def forward(self, ops: Ops, cfg: Any, weights: Weights, tokens: Array, state: Any) -> Array:
         """Run tokens [T] after those in `state`; return hidden rows [T, hidden]."""
         ...
 
@@ -44,7 +44,7 @@ class Model:
     """A checkpoint's weights on some ops, and the function that runs them."""
 
     architecture: Architecture
-    config: Config
+    config: Sizes
     weights: Weights
 
     def forward(self, ops: Ops, tokens: Array, state: Any) -> Array:

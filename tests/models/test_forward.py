@@ -11,7 +11,7 @@ import tiny
 import tolerances
 from numpy.testing import assert_allclose
 from runners import Runner
-from tiny import Tiny
+from tiny import Gdn, Tiny
 
 from bonsai.config import Yarn
 from bonsai.errors import NumericError
@@ -45,6 +45,18 @@ SPECS = {
     "q4-q8-mixed": Tiny(architecture="llama", packing="q4", table="q8", group=32, ffn=192),
     "t2-f16-mixed": Tiny(packing="t2", table="f16", tied=False),
 }
+HYBRID = {"architecture": "qwen35", "dims": 16}
+SPECS |= {
+    "qwen35": Tiny(**HYBRID),
+    "qwen35-4-layers": Tiny(**HYBRID, layers=4, kinds=("delta", "delta", "delta", "attention")),
+    "qwen35-untied-1001": Tiny(**HYBRID, tied=False, vocab=1001, heads=4, kv_heads=2),
+    "qwen35-t5-ffn192": Tiny(**HYBRID, packing="t5", ffn=192),
+    "qwen35-f32": Tiny(**HYBRID, packing="f32"),
+    "qwen35-hadamard": Tiny(**HYBRID, hadamard=64, heads=3),
+    "qwen35-no-attention": Tiny(**HYBRID, kinds=("delta", "delta")),
+    "qwen35-no-delta": Tiny(**HYBRID, kinds=("attention", "attention")),
+    "qwen35-odd-gdn": Tiny(**HYBRID, gdn=Gdn(3, 3, 24, 40, 3)),
+}
 TOKENS = np.random.default_rng(0).integers(0, 1000, 40)
 
 
@@ -76,7 +88,9 @@ def test_two_shards_are_two_files(tmp_path: Path) -> None:
     assert len(list((tmp_path / "m").glob("*.safetensors"))) >= 2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-hadamard"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-hadamard", "qwen35"]
+)
 @pytest.mark.parametrize("chunk", [1, 3, 32, 33])
 def test_the_chunk_size_does_not_matter(
     runner: Runner, tmp_path: Path, name: str, chunk: int
@@ -87,7 +101,9 @@ def test_the_chunk_size_does_not_matter(
         assert_allclose(parts, whole, **runner.same)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-head96"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama-ffn192-1001", "qwen3-yarn", "qwen3-head96", "qwen35"]
+)
 def test_decode_continues_prefill(runner: Runner, tmp_path: Path, name: str) -> None:
     with Checkpoint.open(tiny.write(tmp_path / "m", SPECS[name])) as checkpoint:
         engine = runner.load(checkpoint)

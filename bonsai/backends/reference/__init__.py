@@ -38,10 +38,10 @@ class ReferenceBackend:
             )
         ops = ReferenceOps()
         model = models.load(checkpoint, ops, progress)
-        cfg = model.config
+        spec = model.config.state
 
         def new_state(max_context: int) -> KVState:
-            return KVState(cfg.layers, cfg.kv_heads, cfg.head_dim, max_context)
+            return KVState(spec.kv_layers, spec.kv_heads, spec.head_dim, max_context, spec.delta)
 
         return EagerEngine(model, ops, new_state, f"reference: {self.status()}")
 

@@ -91,9 +91,7 @@ class ReferenceOps:
     def swiglu(self, gate_up: np.ndarray) -> np.ndarray:
         """[T, 2 n] -> silu(a) * b for a, b = the first and the last n; silu(a) = a / (1 + e^-a)."""
         gate, up = np.split(gate_up, 2, axis=-1)
-        with np.errstate(over="ignore"):  # e^-a is inf for a below -88, and silu(a) is then -0
-            y: np.ndarray = gate / (1 + np.exp(-gate)) * up
-            return y
+        return gate * _sigmoid(gate) * up
 
     def relu2_glu(self, gate_up: np.ndarray) -> np.ndarray:
         """[T, 2 n] -> max(a, 0)^2 * b for a, b = the first and the last n."""
@@ -101,11 +99,75 @@ class ReferenceOps:
         y: np.ndarray = np.square(np.maximum(gate, 0)) * up
         return y
 
+    def sigmoid_gate(self, x: np.ndarray, gate: np.ndarray) -> np.ndarray:
+        """x * s(gate), s(a) = 1 / (1 + e^-a)."""
+        return x * _sigmoid(gate)
+
+    def causal_conv_silu(
+        self, x: np.ndarray, taps: np.ndarray, state: KVState, layer: int
+    ) -> np.ndarray:
+        """y[t] = silu(sum over j < n of taps[:, j] rows[t + j]); rows: n - 1 before, then x."""
+        assert state.delta is not None
+        count, n = len(x), taps.shape[1]
+        rows = np.concatenate([state.delta.tail(layer), x])
+        y = sum(taps[:, j] * rows[j : j + count] for j in range(n))
+        state.delta.store_tail(layer, rows[count:].copy())
+        return y * _sigmoid(y)
+
+    def gated_delta_gates(
+        self, a: np.ndarray, b: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(-e^a_log softplus(a + dt_bias), s(b)).
+
+        softplus(x) = ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), which does not overflow.
+        """
+        x = a + dt_bias
+        return -np.exp(a_log) * (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))), _sigmoid(b)
+
+    def gated_delta_rule(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        decay: np.ndarray,
+        beta: np.ndarray,
+        state: KVState,
+        layer: int,
+    ) -> np.ndarray:
+        """For each token, on the memory M [Dk, Dv] of each head:
+
+        M <- e^decay M; M <- M + k (beta (v - M^T k))^T; y = M^T q.
+        """
+        assert state.delta is not None
+        memory = state.delta.memory(layer)  # [H, Dk, Dv]
+        share = v.shape[1] // k.shape[1]
+        q, k = np.repeat(q, share, axis=1), np.repeat(k, share, axis=1)
+        y = np.empty_like(v)
+        for t in range(len(v)):
+            memory = memory * np.exp(decay[t])[:, None, None]
+            error = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", memory, k[t]))
+            memory = memory + np.einsum("hk,hv->hkv", k[t], error)
+            y[t] = np.einsum("hkv,hk->hv", memory, q[t])
+        state.delta.store_memory(layer, memory)
+        return y
+
+    def gated_rms_norm(
+        self, x: np.ndarray, z: np.ndarray, gain: np.ndarray, eps: float
+    ) -> np.ndarray:
+        """rms_norm(x) * silu(z)."""
+        return self.rms_norm(x, gain, eps) * (z * _sigmoid(z))
+
     def sample(
         self, logits: np.ndarray, sampling: Sampling, seen: np.ndarray, uniform: float
     ) -> int:
         """`bonsai.sampling.choose`."""
         return rules.choose(logits, sampling, seen, uniform)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # e^-x is inf for x below -88, and the result is then 0
+        y: np.ndarray = 1 / (1 + np.exp(-x))
+        return y
 
 
 def _product(x: np.ndarray, matrix: Matrix) -> np.ndarray:
