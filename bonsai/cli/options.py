@@ -20,7 +20,6 @@ import click
 from bonsai.cli.console import Console, Report, is_terminal
 
 if TYPE_CHECKING:
-    from bonsai.backends import Backend
     from bonsai.generate import Model
     from bonsai.sampling import Sampling
 
@@ -102,26 +101,12 @@ class Load:
 
         return generate.load(
             self.name,
-            backend=self._backend(),
+            backend=self.backend,
             max_context=self.max_context,
+            threads=self.threads,
             revision=self.revision,
             progress=progress,
         )
-
-    def _backend(self) -> str | Backend:
-        """The name, or where threads were asked for, the backend that will use them."""
-        if self.threads is None:
-            return self.backend
-        from bonsai import backends
-
-        chosen = backends.select(self.backend)
-        with_threads = getattr(chosen, "with_threads", None)
-        if with_threads is None:
-            raise usage(
-                f"--threads: the {chosen.name} backend does not choose its threads", "drop it"
-            )
-        found: Backend = with_threads(self.threads)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

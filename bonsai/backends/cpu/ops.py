@@ -51,9 +51,7 @@ class CpuOps:
         self.exact = exact
         self._angles: dict[RopeSpec, tuple[np.ndarray, np.ndarray]] = {}
 
-    def new_state(
-        self, layers: int, kv_heads: int, head_dim: int, max_context: int
-    ) -> CpuState:
+    def new_state(self, layers: int, kv_heads: int, head_dim: int, max_context: int) -> CpuState:
         """The state of a fresh conversation."""
         return CpuState(self.kernels, layers, kv_heads, head_dim, max_context, exact=self.exact)
 
