@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -43,10 +44,18 @@ def fresh(engine: EagerEngine, ids) -> np.ndarray:
 
 def test_an_engine_says_what_it_is(engine: EagerEngine) -> None:
     assert (engine.vocab, engine.context) == (100, 4096)
-    q = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 96 * 64 + 100 * 64 / 2  # weights; the tied table once
-    codes_and_scales = (2 * q) / 4 + (2 * q) / 32 * 2
-    gains = 4 * (64 + 2 * (2 * 64 + 2 * 32))
-    assert engine.bytes_per_token == codes_and_scales + gains
+    assert engine.description
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_token_reads_every_weight_once_but_one_row_of_an_untied_table(
+    runner: Runner, tmp_path: Path, tied: bool
+) -> None:
+    with Checkpoint.open(tiny.write(tmp_path / "m", replace(SPEC, tied=tied))) as checkpoint:
+        found = runner.load(checkpoint).bytes_per_token
+    weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) + 100 * 64
+    gains = 64 + 2 * (2 * 64 + 2 * 32)
+    assert found == weights / 4 + weights / 32 * 2 + gains * 4  # codes, scales, gains
 
 
 def test_a_session_holds_what_it_was_given(session: EagerSession) -> None:

@@ -123,3 +123,19 @@ def test_a_state_forgets_what_is_cut_and_holds_what_was_saved(runner: Runner) ->
     fresh.load(saved)
     state = fresh
     assert_allclose(append(k, 8, 20), expected, **runner.attention)
+
+
+def test_what_was_saved_survives_rows_written_over(runner: Runner) -> None:
+    rng = np.random.default_rng(6)
+    q, k, v = gaussian(rng, 9, 2, 64), gaussian(rng, 9, 1, 64), gaussian(rng, 9, 1, 64)
+    state = runner.new_state(1, 1, 64, 9)
+    runner.ops.attention(q[:8], k[:8], v[:8], state, 0)
+    state.advance(8)
+    saved = state.save()
+    for _ in range(2):  # the rows of the state itself, then those that it got from `saved`
+        state.cut(3)
+        runner.ops.attention(q[3:8], -k[3:8], -v[3:8], state, 0)
+        state.advance(5)
+        state.load(saved)
+        y = np.asarray(runner.ops.attention(q[8:], k[8:], v[8:], state, 0))
+        assert_allclose(y, dense.attended(q, k, v, 2)[8:], **runner.attention)
