@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 import tiny
-from tiny import Tiny
+from tiny import Gdn, Tiny
 
 from bonsai.config import Yarn
 
@@ -23,6 +23,8 @@ def yarn(factor: float, original: int, fast: float = 32.0, slow: float = 1.0) ->
     return Yarn(factor, original, fast, slow, 0.1 * math.log(factor) + 1)
 
 
+HYBRID = {"architecture": "qwen35", "theta": 1e7, "dims": 16, "vocab": 512}
+PATTERN = {"layers": 4, "kinds": ("delta", "delta", "delta", "attention")}
 CASES = {
     "qwen3-tied": Tiny(),
     "qwen3-untied-head96": Tiny(tied=False, head_dim=96, heads=3, kv_heads=3, seed=1),
@@ -39,6 +41,14 @@ CASES = {
         architecture="llama", hidden=192, heads=3, kv_heads=3, ffn=320, packing="q4", table="q8",
         group=32, vocab=512, seed=9,
     ),
+    "qwen35-at-500": Tiny(**HYBRID, **PATTERN, seed=11),
+    "qwen35-untied": Tiny(**HYBRID, **PATTERN, tied=False, heads=4, kv_heads=2, seed=12),
+    "qwen35-hadamard": Tiny(**HYBRID, **PATTERN, hidden=256, hadamard=64, seed=13),
+    "qwen35-one-share": Tiny(
+        **HYBRID, layers=3, kinds=("attention", "delta", "attention"), gdn=Gdn(3, 3, 24, 40),
+        packing="f32", seed=14,
+    ),
+    "qwen35-one-key-head": Tiny(**HYBRID, **PATTERN, gdn=Gdn(1, 4, 32, 16), seed=15),
     "qwen3-b1-f16": Tiny(packing="b1", table="f16", tied=False, group=64, vocab=512, seed=10),
 }  # fmt: skip
 

@@ -14,17 +14,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import dense
 import golden_models
+import hybrid
 import tiny
 
 from bonsai.format import Checkpoint
 
-CLASSES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+CLASSES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen35": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+}
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn.q": "self_attn.q_proj",
@@ -42,16 +54,25 @@ PARTS = {
 
 def logits(checkpoint: Checkpoint, tokens: list[int]) -> np.ndarray:
     """Logits [T, vocab] float32 after each token, by transformers."""
+    with torch.no_grad():
+        found: np.ndarray = network(checkpoint)(torch.tensor([tokens])).logits[0].numpy()
+    return found
+
+
+def network(checkpoint: Checkpoint) -> torch.nn.Module:
+    """The model of transformers with the weights of the checkpoint."""
     config, model = CLASSES[checkpoint.architecture]
-    network = model(config(**_config(checkpoint.config), attn_implementation="eager")).eval()
-    state = {
-        _name(name): torch.from_numpy(_values(checkpoint, name)) for name in checkpoint.names()
-    }
-    missing, unexpected = network.load_state_dict(state, strict=False)
+    if checkpoint.architecture == "qwen35":
+        values, tensors = hybrid.hf_config(checkpoint.config), hybrid.hf_tensors(_all(checkpoint))
+    else:
+        values = _config(checkpoint.config)
+        tensors = {_name(name): _values(checkpoint, name) for name in checkpoint.names()}
+    made = model(config(**values, attn_implementation="eager")).eval()
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    missing, unexpected = made.load_state_dict(state, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if checkpoint.config["tied"] else [])
-    with torch.no_grad():
-        return network(torch.tensor([tokens])).logits[0].numpy()
+    return made
 
 
 def _config(ours: dict) -> dict:
@@ -94,6 +115,16 @@ def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     if len(checkpoint.entry(name).shape) == 1:
         return checkpoint.vector(name)
     return dense.dequantized(checkpoint.matrix(name)).astype(np.float32)
+
+
+def _all(checkpoint: Checkpoint) -> tiny.Weights:
+    """Every tensor; the taps of convolutions count as vectors."""
+    names = checkpoint.names()
+    vectors = [n for n in names if len(checkpoint.entry(n).shape) == 1 or n.endswith(".conv")]
+    return tiny.Weights(
+        {name: checkpoint.matrix(name) for name in names if name not in vectors},
+        {name: checkpoint.vector(name) for name in vectors},
+    )
 
 
 def main() -> None:
