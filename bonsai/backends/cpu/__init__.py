@@ -56,10 +56,11 @@ class CpuBackend:
 
         ops = CpuOps(_isa(native), exact=self._exact)
         model = models.load(checkpoint, ops, progress)
-        cfg = model.config
+        spec = model.config.state
 
         def new_state(max_context: int) -> State:
-            return ops.new_state(cfg.layers, cfg.kv_heads, cfg.head_dim, max_context)
+            sizes = (spec.kv_layers, spec.kv_heads, spec.head_dim, max_context)
+            return ops.new_state(*sizes, spec.delta)
 
         mode = ", exact" if self._exact else ""
         where = f"cpu: {ops.kernels.name}, {_count(count, 'thread')}{mode}"

@@ -13,7 +13,8 @@ import numpy as np
 
 from bonsai.backends.cpu import _native
 from bonsai.backends.cpu.state import CpuState
-from bonsai.config import RopeSpec
+from bonsai.backends.delta import DeltaOps
+from bonsai.config import DeltaSpec, RopeSpec
 from bonsai.errors import NumericError
 from bonsai.matrix import Matrix, PackedMatrix
 from bonsai.sampling import Sampling
@@ -42,7 +43,7 @@ class CpuLinear:
         return out
 
 
-class CpuOps:
+class CpuOps(DeltaOps):
     """`bonsai.backends.ops.Ops` on one table of kernels; the state is a `CpuState`."""
 
     def __init__(self, isa: str | None = None, *, exact: bool = False) -> None:
@@ -51,9 +52,17 @@ class CpuOps:
         self.exact = exact
         self._angles: dict[RopeSpec, tuple[np.ndarray, np.ndarray]] = {}
 
-    def new_state(self, layers: int, kv_heads: int, head_dim: int, max_context: int) -> CpuState:
-        """The state of a fresh conversation."""
-        return CpuState(self.kernels, layers, kv_heads, head_dim, max_context, exact=self.exact)
+    def new_state(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        max_context: int,
+        delta: DeltaSpec | None = None,
+    ) -> CpuState:
+        """The state of a fresh conversation; `layers` are those that keep keys and values."""
+        sizes = (layers, kv_heads, head_dim, max_context)
+        return CpuState(self.kernels, *sizes, delta, exact=self.exact)
 
     def vector(self, values: np.ndarray) -> np.ndarray:
         return np.array(values, dtype=np.float32)

@@ -12,16 +12,19 @@ from typing import Any
 import numpy as np
 
 from bonsai.backends.cpu import _native
+from bonsai.backends.delta import DeltaMemory, SavedDelta
+from bonsai.config import DeltaSpec
 
 __all__ = ["CpuState", "SavedState"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """A copy of the first `position` rows of every layer."""
+    """A copy of the first `position` rows of every layer, and the delta memory after them."""
 
     position: int
     cache: Any = field(repr=False)
+    delta: SavedDelta | None = field(repr=False)
 
 
 class CpuState:
@@ -38,13 +41,16 @@ class CpuState:
         kv_heads: int,
         head_dim: int,
         max_context: int,
+        delta: DeltaSpec | None = None,
         *,
         exact: bool = False,
     ) -> None:
         self.position = 0
+        self.delta = None if delta is None else DeltaMemory(delta)
         self.bytes_per_token = 2 * layers * kv_heads * head_dim * (4 if exact else 2)
         self._kernels = kernels
-        self._cache = _native.KvCache(layers, kv_heads, head_dim, max_context, exact)
+        held = max(layers, 1)  # a model of delta nets alone has none; what is unused costs nothing
+        self._cache = _native.KvCache(held, kv_heads, head_dim, max_context, exact)
 
     def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Store k, v [T, Hkv, D] at `position`; causal attention of q [T, H, D] over all rows."""
@@ -56,15 +62,32 @@ class CpuState:
     def advance(self, count: int) -> None:
         """The last `count` rows that every layer appended are now held."""
         self.position += count
+        if self.delta is not None:
+            self.delta.advance()
 
-    def cut(self, length: int) -> None:
-        """Forget all rows from `length` on; their memory is used again."""
+    def mark(self) -> SavedDelta | None:
+        """What `cut` needs to come back to the present position."""
+        return None if self.delta is None else self.delta.save()
+
+    def cut(self, length: int, mark: SavedDelta | None = None) -> None:
+        """Forget all rows from `length` on; their memory is used again.
+
+        A delta memory needs the mark that was made at that length, or 0.
+        """
         self.position = min(self.position, length)
+        if self.delta is not None and mark is not None:
+            self.delta.load(mark)
+        elif self.delta is not None:
+            assert length == 0, "a delta memory cannot be cut"
+            self.delta.clear()
 
     def save(self) -> SavedState:
-        return SavedState(self.position, self._cache.copy(self.position))
+        return SavedState(self.position, self._cache.copy(self.position), self.mark())
 
     def load(self, saved: SavedState) -> None:
         """Become what was saved, which stays as it is."""
         self._cache = saved.cache.copy(saved.position)
         self.position = saved.position
+        if self.delta is not None:
+            assert saved.delta is not None
+            self.delta.load(saved.delta)
