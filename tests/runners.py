@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -51,7 +51,18 @@ def _reference() -> Runner:
     return Runner("reference", ReferenceOps(), KVState, op, op, model, model)
 
 
-_MAKERS = {"reference": _reference}
+def _defaults() -> Runner:
+    """The reference, but with the compositions that backends without own kernels start from."""
+    from bonsai.backends.delta import DeltaOps
+    from bonsai.backends.reference.ops import ReferenceOps
+
+    class DefaultOps(DeltaOps, ReferenceOps):
+        pass
+
+    return replace(_reference(), name="defaults", ops=DefaultOps())
+
+
+_MAKERS = {"defaults": _defaults, "reference": _reference}
 
 
 def get(name: str) -> Runner:
