@@ -101,6 +101,13 @@ class CpuOps(DeltaOps):
         _native.swiglu(self.kernels, _packed(gate_up), out)
         return out
 
+    def relu2_glu(self, gate_up: np.ndarray) -> np.ndarray:
+        gate, up = np.split(gate_up, 2, axis=-1)  # few numbers beside a linear: NumPy will do
+        out = np.maximum(gate, np.float32(0))
+        out *= out
+        out *= up
+        return out
+
     def sample(
         self, logits: np.ndarray, sampling: Sampling, seen: np.ndarray, uniform: float
     ) -> int:
