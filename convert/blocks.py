@@ -15,7 +15,7 @@ import numpy as np
 from bonsai import affine
 from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix
 
-__all__ = ["LEGACY_Q2_0", "Q2_0_ID", "TYPES", "BlockType", "supported_types"]
+__all__ = ["I2_S", "LEGACY_Q2_0", "Q2_0_ID", "TYPES", "BlockType", "supported_types"]
 
 Reader = Callable[[str, np.ndarray, int], Matrix]
 Q2_0_ID = 42
@@ -26,7 +26,7 @@ class BlockType:
     """`weights` per block of `nbytes`; `read(name, raw, columns)` decodes uint8 [rows, row bytes].
 
     `packing` is what `read` gives for ordinary blocks. `rounds`: scales and biases come back as
-    float32, because fp16 does not hold them.
+    float32, because fp16 does not hold them. `tail` bytes follow the blocks of a whole tensor.
     """
 
     id: int
@@ -36,6 +36,7 @@ class BlockType:
     packing: str
     read: Reader
     rounds: bool = False
+    tail: int = 0
 
 
 def supported_types() -> str:
@@ -215,6 +216,12 @@ def _read_q6_k(name: str, raw: np.ndarray, columns: int) -> Matrix:
     return DenseMatrix(name, "f32", (len(raw), columns), values.reshape(len(raw), -1))
 
 
+def _in_no_order(name: str, raw: np.ndarray, columns: int) -> Matrix:
+    raise AssertionError(f"{name}: bytes of I2_S do not say in which order they are")
+
+
+# Of bitnet.cpp: 4 weights a byte, and 32 bytes with the scale of the tensor. `i2_s` reads it.
+I2_S = BlockType(36, "I2_S", 4, 1, "t2", _in_no_order, tail=32)
 LEGACY_Q2_0 = BlockType(Q2_0_ID, "Q2_0 of 128", 128, 34, "t2", _read_q2_0(128))
 
 TYPES = {

@@ -18,7 +18,16 @@ from bonsai.errors import UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "read_gguf_config"]
 
-ARCHITECTURES = ("llama", "qwen3")
+# Name in the file -> ours. The last two are written by bitnet.cpp.
+ARCHITECTURES = {
+    "bitnet": "bitnet",
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "bitnet-25": "bitnet",
+    "bitnet-b1.58": "bitnet",
+}
+# hidden, ffn and layers of BitNet-b1.58-2B-4T, of which there are files that lack the activation
+BITNET_2B_4T = (2560, 6912, 30)
 # Keys in these namespaces describe a file and cannot change the maths.
 DESCRIPTIVE = ("general", "tokenizer", "quantize")
 # A transform of the weights that a reader must undo; not one that we know how to undo here.
@@ -31,7 +40,7 @@ def read_gguf_config(
 ) -> tuple[str, dict[str, Any], list[str]]:
     """(architecture, config without "tied", warnings) of a file whose table has `vocab` rows."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedModel(
             f"{where}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
@@ -41,11 +50,12 @@ def read_gguf_config(
     keys = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
     fields = Fields(keys, f"{where}: {architecture}")
     config = _read_sizes(fields, vocab)
+    config["activation"] = _read_activation(fields, architecture, config, warnings)
     config["rope"] = _read_rope(fields, config, warnings)
     _refuse_unsupported(fields)
     fields.finish()
     config["eos"] = _end_tokens(metadata, where)
-    return architecture, config, warnings
+    return ARCHITECTURES[architecture], config, warnings
 
 
 def _check_namespaces(metadata: Mapping[str, Any], architecture: str, where: str) -> list[str]:
@@ -53,14 +63,14 @@ def _check_namespaces(metadata: Mapping[str, Any], architecture: str, where: str
         raise UnsupportedModel(
             f"{where}: general.type is {metadata['general.type']!r}, not 'model'"
         )
-    warnings, known = [], (*DESCRIPTIVE, architecture, "split")
+    warnings, known = [], (*DESCRIPTIVE, "split")
     for key in metadata:
         space = key.split(".")[0]
         if space in TRANSFORMS:
             raise UnsupportedModel(
                 f"{where}: {key}: the weights are in a transformed basis that is not supported"
             )
-        if space not in known:
+        if space not in known and not key.startswith(architecture + "."):
             warnings.append(f"metadata key {key} is not known and was left out")
     return warnings
 
@@ -78,13 +88,34 @@ def _read_sizes(fields: Fields, vocab: int) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab": vocab,
         "norm_eps": _short(fields.take(float, "attention.layer_norm_rms_epsilon")),
-        "activation": "silu",
         "context": fields.take_size("context_length"),
     }
     check_heads(config, where=fields.where)
     fields.require("attention.value_length", head_dim)
     fields.require("vocab_size", vocab)
     return config
+
+
+def _read_activation(
+    fields: Fields, architecture: str, config: Mapping[str, Any], warnings: list[str]
+) -> str:
+    """Of the gate. Without the key, "bitnet" means SiLU, and the names of bitnet.cpp relu2."""
+    if ARCHITECTURES[architecture] != "bitnet":
+        fields.require("hidden_activation", "silu")
+        return "silu"
+    sizes = config["hidden"], config["ffn"], config["layers"]
+    usual = "silu" if architecture == "bitnet" and sizes != BITNET_2B_4T else "relu2"
+    value = fields.take(str, "hidden_activation", "")
+    if value not in ("", "relu2", "silu"):
+        raise UnsupportedModel(
+            f"{fields.where}: hidden_activation is {value!r}; supported: 'relu2', 'silu'"
+        )
+    if not value and architecture == "bitnet":
+        warnings.append(
+            f"{architecture}.hidden_activation is not in the file: {usual}, which models of this "
+            "size have, is used"
+        )
+    return value or usual
 
 
 def _read_rope(fields: Fields, config: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
@@ -101,6 +132,8 @@ def _read_rope(fields: Fields, config: Mapping[str, Any], warnings: list[str]) -
     elif kind == "none":
         fields.ignore("rope.scaling.original_context_length", "rope.scaling.finetuned")
         fields.require("rope.scaling.factor", 1.0, 0.0)
+    elif kind == "linear" and fields.take(float, "rope.scaling.factor", 0.0) == 1.0:
+        fields.ignore("rope.scaling.original_context_length", "rope.scaling.finetuned")
     else:
         raise UnsupportedModel(
             f"{fields.where}: rope.scaling.type is {kind!r}; supported: 'none', 'yarn'"

@@ -8,6 +8,7 @@ the architecture says. A key that nobody took is an error; null means absent.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,19 @@ from bonsai.errors import UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "MAX_LAYERS", "Quantization", "check_heads", "read_hf_config"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "bitnet": "BitNetForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+DEFAULT_THETA = {"bitnet": 500000.0}  # of a config without the key; 10000 for the others
+ACTIVATIONS = {"bitnet": ("relu2", "silu")}  # the first is what a config without the key means
 MAX_LAYERS = 4096
 MLX_BITS, MLX_GROUPS = (2, 4, 8), (32, 64, 128)
+BITNET_MODES = (
+    ("bitlinear", "offline"), ("autobitlinear", "offline"), ("autobitlinear", "online"),
+)  # fmt: skip
+PLAIN_NAME = re.compile(r"[\w.-]+")  # the key may also be a pattern, which we do not run
 RUNS_CODE = ("model_file", "auto_map", "custom_pipelines")
 # Keys that say nothing about the maths of inference: training, saving, other programs.
 IGNORED = (
@@ -55,12 +66,15 @@ IGNORED = (
 class Quantization:
     """How the linears of a folder are stored. `method`: "none", "bitnet" or "mlx".
 
-    bitnet: `divide` says that weights are trits divided by weight_scale, not multiplied. mlx:
-    `bits` and `group` of every packed module but those in `modules`.
+    bitnet: `divide` says that weights are trits divided by weight_scale, not multiplied; `online`
+    that linears hold the weights of training, to be rounded to trits, but for the modules `kept`.
+    mlx: `bits` and `group` of every packed module but those in `modules`.
     """
 
     method: str = "none"
     divide: bool = False
+    online: bool = False
+    kept: tuple[str, ...] = ()
     bits: int = 0
     group: int = 0
     modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -68,6 +82,12 @@ class Quantization:
     def affine(self, module: str) -> tuple[int, int]:
         """(bits, group) of a packed module."""
         return self.modules.get(module, (self.bits, self.group))
+
+    def rounds(self, module: str) -> bool:
+        """Whether a linear that holds float weights has to be rounded to trits."""
+        return self.online and not any(
+            module.endswith(key) or module.startswith(key + ".") for key in self.kept
+        )
 
 
 def read_hf_config(
@@ -90,7 +110,9 @@ def read_hf_config(
     fields = Fields(values, where)
     quantization = _read_quantization(fields)
     config = _read_sizes(fields, architecture)
-    config["rope"] = _read_rope(fields, config, warnings)
+    config["activation"] = _read_activation(fields, architecture)
+    usual = DEFAULT_THETA.get(architecture, 10000.0)
+    config["rope"] = _read_rope(fields, config, usual, warnings)
     config["tied"] = fields.take(bool, "tie_word_embeddings", False)
     config["eos"] = _end_tokens(fields)
     _refuse_unsupported(fields, architecture)
@@ -122,14 +144,25 @@ def _read_sizes(fields: Fields, architecture: str) -> dict[str, Any]:
         "head_dim": fields.take(int, "head_dim", usual),
         "vocab": fields.take_size("vocab_size"),
         "norm_eps": fields.take(float, "rms_norm_eps"),
-        "activation": "silu",
         "context": fields.take_size("max_position_embeddings"),
     }
     check_heads(config, fields.where)
     return config
 
 
-def _read_rope(fields: Fields, config: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
+def _read_activation(fields: Fields, architecture: str) -> str:
+    known = ACTIVATIONS.get(architecture, ("silu",))
+    value = fields.take(str, "hidden_act", known[0])
+    if value not in known:
+        raise UnsupportedModel(
+            f"{fields.where}: 'hidden_act' is {value!r}; supported: {', '.join(known)}"
+        )
+    return value
+
+
+def _read_rope(
+    fields: Fields, config: Mapping[str, Any], usual: float, warnings: list[str]
+) -> dict[str, Any]:
     """rope_theta at the top or nested; scaling under rope_parameters or rope_scaling."""
     nested = _nested_rope(fields)
     thetas = [fields.take(float, "rope_theta", 0.0)]
@@ -140,8 +173,8 @@ def _read_rope(fields: Fields, config: Mapping[str, Any], warnings: list[str]) -
     theta = _one_of(fields, "rope_theta", thetas, 0.0)
     kind = _one_of(fields, "rope_type", kinds, "") or "default"
     if theta == 0.0:
-        theta = 10000.0
-        warnings.append(f"{fields.where}: rope_theta is missing: 10000, the default, is used")
+        theta = usual
+        warnings.append(f"{fields.where}: rope_theta is missing: {usual:g}, the default, is used")
     rope: dict[str, Any] = {"theta": theta, "dims": config["head_dim"]}
     if kind not in ("default", "yarn"):
         raise UnsupportedModel(
@@ -211,7 +244,6 @@ def _amplitude(factor: float, mscale: float) -> float:
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     """Keys that change the maths, at the values that leave it as we compute it."""
-    fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     fields.require("mlp_bias", False)
     fields.require("partial_rotary_factor", 1.0)
@@ -276,11 +308,24 @@ def _read_bitnet(fields: Fields) -> Quantization:
         raise UnsupportedModel(
             f"{fields.where}: linear_class {linear_class!r}; supported: bitlinear, autobitlinear"
         )
-    fields.require("quantization_mode", "offline")
+    mode = fields.take(str, "quantization_mode", "offline")
+    if (linear_class, mode) not in BITNET_MODES:
+        raise UnsupportedModel(
+            f"{fields.where}: quantization_mode {mode!r} with linear_class {linear_class!r}; "
+            "supported: offline, and online with autobitlinear"
+        )
     fields.require("use_rms_norm", False)
-    fields.ignore("modules_to_not_convert", "rms_norm_eps")
+    kept = _list_of(fields, "modules_to_not_convert")
+    fields.ignore("rms_norm_eps")
     fields.finish()
-    return Quantization("bitnet", divide=linear_class == "bitlinear")
+    online = mode == "online"
+    if online and any(not isinstance(key, str) or not PLAIN_NAME.fullmatch(key) for key in kept):
+        raise UnsupportedModel(
+            f"{fields.where}: modules_to_not_convert is {kept!r:.80}; only plain names are read"
+        )
+    return Quantization(
+        "bitnet", divide=linear_class == "bitlinear", online=online, kept=tuple(kept)
+    )
 
 
 def _read_mlx(raw: Any, where: str) -> Quantization:

@@ -177,7 +177,7 @@ def _run(
         stored = attempt.method(source, builder.filled)
         if stored is None or not builder.add(stored):
             return None
-        totals.add(source, stored, attempt.lossy or tensor.rounding > 0)
+        totals.add(source, stored, attempt.lossy or tensor.rounding() > 0)
     return replace(tensor.read(slice(None)), name=name) if mapped else builder.finish()
 
 
@@ -326,7 +326,7 @@ def _report(name: str, tensor: SourceTensor, matrix: Matrix, totals: _Totals) ->
         shape=matrix.shape,
         nbytes=matrix.nbytes,
         zeros=totals.zeros / weights if ternary else None,
-        relative_error=max(error, tensor.rounding),
+        relative_error=max(error, tensor.rounding()),
         squares=totals.squares,
     )
 

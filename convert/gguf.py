@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from bonsai.convert.blocks import LEGACY_Q2_0, Q2_0_ID, TYPES, BlockType, supported_types
+from bonsai.convert.blocks import I2_S, LEGACY_Q2_0, Q2_0_ID, TYPES, BlockType, supported_types
 from bonsai.errors import FormatError, UnsupportedModel
 
 __all__ = ["GGUFFile", "TensorInfo", "read_gguf"]
 
 MAGIC = b"GGUF"
+READABLE = {**TYPES, I2_S.id: I2_S}
 VERSIONS = (2, 3)  # 3 only added big-endian files; the little-endian layout is the same
 MAX_STRING = 1 << 24  # bytes; the longest strings in real files are chat templates
 MAX_ARRAY = 1 << 24  # elements; the longest arrays in real files are merges
@@ -73,8 +74,14 @@ class GGUFFile:
     def rows(self, name: str) -> np.ndarray:
         """The raw bytes of a tensor, uint8 [rows, bytes per row], read-only and mapped."""
         info = self.tensors[name]
-        data = np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
+        data = np.frombuffer(self._map, np.uint8, info.nbytes - info.type.tail, info.start)
         return data.reshape(prod(info.dims[1:]), -1)
+
+    def tail(self, name: str) -> bytes:
+        """The bytes after the blocks of a tensor, where its type has some."""
+        info = self.tensors[name]
+        end = info.start + info.nbytes
+        return self._map[end - info.type.tail : end]
 
     def release(self, name: str) -> None:
         """Tell the system that the pages of a tensor may leave memory."""
@@ -279,7 +286,7 @@ def _resolve_types(
     tensors of a file must agree; small ones, where padding hides the difference, have no say.
     """
     for record in records:
-        if record.type_id not in TYPES:
+        if record.type_id not in READABLE:
             raise UnsupportedModel(
                 f"{cursor.path}: {record.name}: tensor type {record.type_id} is not supported; "
                 f"supported: {supported_types()}"
@@ -302,7 +309,7 @@ def _resolve_types(
             f"the tensors of type {Q2_0_ID} are too small to tell groups of 64 from groups of 128"
         )
     q2_0 = LEGACY_Q2_0 if True in votes else TYPES[Q2_0_ID]
-    return [q2_0 if r.type_id == Q2_0_ID else TYPES[r.type_id] for r in records]
+    return [q2_0 if r.type_id == Q2_0_ID else READABLE[r.type_id] for r in records]
 
 
 def _is_legacy(cursor: _Cursor, record: _Record, found: int, alignment: int) -> bool | None:
@@ -330,7 +337,7 @@ def _nbytes(cursor: _Cursor, record: _Record, kind: BlockType) -> int:
             f"{record.name}: rows of {record.dims[0]} weights are not whole {kind.name} blocks "
             f"of {kind.weights}"
         )
-    return prod(record.dims) // kind.weights * kind.nbytes
+    return prod(record.dims) // kind.weights * kind.nbytes + kind.tail
 
 
 def _room(records: list[_Record], i: int, blob_size: int) -> int:

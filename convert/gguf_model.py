@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+from bonsai.convert.blocks import I2_S
 from bonsai.convert.config_gguf import read_gguf_config
 from bonsai.convert.gguf import GGUFFile, TensorInfo
 from bonsai.convert.gguf_parts import read_parts
 from bonsai.convert.gguf_tokenizer import tokenizer_files
+from bonsai.convert.i2_s import i2_s_tensor
 from bonsai.convert.source import Rows, SourceModel, SourceTensor
-from bonsai.errors import ConversionError
+from bonsai.errors import ConversionError, UnsupportedModel
 from bonsai.matrix import Matrix
 
 __all__ = ["open_gguf"]
 
 TABLE = "token_embd.weight"
+OF_BITNET_CPP = ("bitnet-25", "bitnet-b1.58")  # architectures that only its converters write
+USUAL_LAYOUT = "i2_s"
 
 
-def open_gguf(path: Path, group_size: int) -> SourceModel:
-    """Open and check a file and its other parts. Nothing but the headers is read."""
+def open_gguf(path: Path, group_size: int, i2_s: str | None = None) -> SourceModel:
+    """Open and check a file and its other parts. Nothing but the headers is read.
+
+    `i2_s` is the layout of I2_S tensors, where it is not known from the architecture.
+    """
     parts = read_parts(path)
     metadata = parts[0].metadata
-    tensors = {name: _tensor(part, info) for part in parts for name, info in part.tensors.items()}
-    table = tensors.get(TABLE)
+    table = next((p.tensors[TABLE] for p in parts if TABLE in p.tensors), None)
     if table is None:
         raise ConversionError(f"{path}: no tensor {TABLE}: not a language model")
     architecture, config, warnings = read_gguf_config(metadata, table.shape[0], str(path))
+    layout, notes = _i2_s_layout(parts, i2_s)
+    tensors = {
+        name: _tensor(part, info, layout) for part in parts for name, info in part.tensors.items()
+    }
     return SourceModel(
         kind="gguf",
         path=path,
@@ -34,16 +45,34 @@ def open_gguf(path: Path, group_size: int) -> SourceModel:
         config=config,
         tensors=tensors,
         extras=tokenizer_files(metadata, str(path)),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *notes),
     )
 
 
-def _tensor(file: GGUFFile, info: TensorInfo) -> SourceTensor:
-    raw = file.rows(info.name)
+def _i2_s_layout(parts: list[GGUFFile], chosen: str | None) -> tuple[str, list[str]]:
+    """The layout of I2_S tensors, if there are some, and what to tell the user about it."""
+    tensors = [info for part in parts for info in part.tensors.values() if info.type is I2_S]
+    if chosen is not None or not tensors:
+        return chosen or USUAL_LAYOUT, []
+    where, architecture = parts[0].path, parts[0].metadata["general.architecture"]
+    if architecture not in OF_BITNET_CPP:
+        raise UnsupportedModel(
+            f"{where}: {tensors[0].name} has type {I2_S.id}, which is I2_S in files of bitnet.cpp "
+            f"only, and the architecture {architecture!r} does not say that this is one",
+            hint=f"if it is: --from {USUAL_LAYOUT} (written by its converter, or on x86), "
+            "i2_s-arm or i2_s-rows; the wrong one gives nonsense",
+        )
+    note = f"{where}: I2_S tensors are read in blocks of 128, as published files have them"
+    return USUAL_LAYOUT, [note]
+
+
+def _tensor(file: GGUFFile, info: TensorInfo, layout: str) -> SourceTensor:
+    raw, columns = file.rows(info.name), info.dims[0]
+    release = partial(file.release, info.name)
+    if info.type is I2_S:
+        return i2_s_tensor(info.name, raw, file.tail(info.name), columns, layout, release)
 
     def read(rows: Rows) -> Matrix:
-        return info.type.read(info.name, raw[rows], info.dims[0])
+        return info.type.read(info.name, raw[rows], columns)
 
-    return SourceTensor(
-        info.name, info.shape, info.type.name, read, lambda: file.release(info.name)
-    )
+    return SourceTensor(info.name, info.shape, info.type.name, read, release)

@@ -6,29 +6,17 @@ part says which it is, of how many, and how many tensors there are in all.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from bonsai.convert.blocks import Q2_0_ID
 from bonsai.convert.gguf import GGUFFile, read_gguf
+from bonsai.convert.source import GGUF_PART, part_name
 from bonsai.errors import ConversionError
 
-__all__ = ["PART", "first_of", "read_parts"]
+__all__ = ["read_parts"]
 
-PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 OF_ONE_FILE = (NUMBER, COUNT, TENSORS, "general.alignment")
-
-
-def first_of(files: list[Path]) -> list[Path]:
-    """`files` without the later parts of sets whose first part is there."""
-    names = {file.name for file in files}
-
-    def is_later(file: Path) -> bool:
-        match = PART.fullmatch(file.name)
-        return match is not None and match["number"] != "00001" and _name(match, 1) in names
-
-    return [file for file in files if not is_later(file)]
 
 
 def read_parts(path: Path) -> list[GGUFFile]:
@@ -41,7 +29,7 @@ def read_parts(path: Path) -> list[GGUFFile]:
     count = _integer(first, COUNT, 1)
     if count <= 1:
         return [first]
-    match = PART.fullmatch(path.name)
+    match = GGUF_PART.fullmatch(path.name)
     number = _integer(first, NUMBER, -1) + 1
     if match is None:
         raise ConversionError(
@@ -51,7 +39,7 @@ def read_parts(path: Path) -> list[GGUFFile]:
         )
     if number != 1:
         raise ConversionError(
-            f"{path}: part {number} of {count}", hint=f"name the first part: {_name(match, 1)}"
+            f"{path}: part {number} of {count}", hint=f"name the first part: {part_name(match, 1)}"
         )
     if int(match["count"]) != count:
         raise ConversionError(
@@ -59,17 +47,13 @@ def read_parts(path: Path) -> list[GGUFFile]:
         )
     parts = [first]
     for i in range(2, count + 1):
-        other = path.with_name(_name(match, i))
+        other = path.with_name(part_name(match, i))
         if not other.is_file():
             raise ConversionError(f"{other}: part {i} of {count} is missing")
         parts.append(read_gguf(other))
         _check_part(first, parts[-1], i, count)
     _check_all(parts)
     return parts
-
-
-def _name(match: re.Match[str], number: int) -> str:
-    return f"{match['stem']}-{number:05}-of-{match['count']}.gguf"
 
 
 def _integer(file: GGUFFile, key: str, absent: int) -> int:

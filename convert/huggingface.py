@@ -7,13 +7,22 @@ folder is ever run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
 from bonsai.convert.config_hf import Quantization, read_hf_config
-from bonsai.convert.source import Rows, SourceModel, SourceTensor, refuse_rows
+from bonsai.convert.encode import row_blocks
+from bonsai.convert.source import (
+    Rows,
+    SourceModel,
+    SourceTensor,
+    fp16_error,
+    fp16_scale,
+    refuse_rows,
+)
 from bonsai.errors import ConversionError, UnsupportedModel
 from bonsai.format.files import child, read_small
 from bonsai.format.safetensors_io import TensorInfo
@@ -75,7 +84,11 @@ def _tensors(
                 left.pop(part, None)
             yield tensor
     for name in left:
-        yield _dense(shards, shards.info(name))
+        tensor = _dense(shards, shards.info(name))
+        module = name.removesuffix(WEIGHT)
+        if module.endswith("_proj") and quantization.rounds(module):
+            tensor = _online(tensor, group_size)
+        yield tensor
 
 
 def _dense(shards: ShardedTensors, info: TensorInfo) -> SourceTensor:
@@ -107,10 +120,7 @@ def _bitnet(
     data = _matrix(shards, info)
     quarter, columns = data.shape
     exact = _bitnet_scale(shards, scale_name, quantization.divide)
-    with np.errstate(over="ignore"):
-        scale = np.float16(exact)
-    if not (np.isfinite(scale) and scale != 0):
-        raise ConversionError(f"{scale_name}: the scale {exact:.3g} does not fit in fp16")
+    scale = fp16_scale(f"{scale_name}: the scale", exact)
     numbers = np.arange(4 * quarter)
 
     def read(index: Rows) -> Matrix:
@@ -123,10 +133,43 @@ def _bitnet(
         scales = np.full((len(rows), -(-columns // group_size)), scale)
         return PackedMatrix(name, "t2", (len(rows), columns), group_size, plane, scales)
 
-    rounding = abs(float(scale) - exact) / abs(exact)
     shape = (4 * quarter, columns)
     release = partial(shards.release, name)
-    return SourceTensor(name, shape, "bitnet", read, release, rounding), [name, scale_name]
+    error = fp16_error(exact)
+    tensor = SourceTensor(name, shape, "bitnet", read, release, rounding=lambda: error)
+    return tensor, [name, scale_name]
+
+
+def _online(tensor: SourceTensor, group_size: int) -> SourceTensor:
+    """Weights of training as they are used: clamp(round(w / m), -1, 1) m, with m the mean |w|.
+
+    m is at least 1e-5. It becomes the fp16 scale of every group.
+    """
+    if len(tensor.shape) != 2:
+        raise ConversionError(f"{tensor.name}: has {len(tensor.shape)} dimensions, expected 2")
+    columns = tensor.shape[1]
+    mean = cache(lambda: max(_mean_magnitude(tensor), 1e-5))
+
+    def read(index: Rows) -> Matrix:
+        scale = fp16_scale(f"{tensor.name}: the mean magnitude", mean())
+        values = tensor.read(index).rows() * np.float32(1 / mean())
+        trits = np.clip(np.rint(values), -1, 1).astype(np.int8)
+        scales = np.full((len(trits), -(-columns // group_size)), scale)
+        plane = pack(trits, "t2", group_size)
+        return PackedMatrix(tensor.name, "t2", trits.shape, group_size, plane, scales)
+
+    return replace(tensor, label="online", read=read, rounding=lambda: fp16_error(mean()))
+
+
+def _mean_magnitude(tensor: SourceTensor) -> float:
+    """The mean of |w| over the whole tensor."""
+    total = 0.0
+    for rows in row_blocks(tensor.shape[0], tensor.shape[1]):
+        values = tensor.read(rows).rows()
+        bad = ~np.isfinite(values).all(axis=1)
+        refuse_rows(tensor.name, bad, rows, "has weights that are not finite")
+        total += float(np.abs(values).sum(dtype=np.float64))
+    return total / max(1, tensor.shape[0] * tensor.shape[1])
 
 
 def _bitnet_scale(shards: ShardedTensors, name: str, divide: bool) -> float:

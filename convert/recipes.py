@@ -80,7 +80,15 @@ _HEAD_NORMS = (
     (_BLOCK + "attn.q_norm", "vector", ("head_dim",)),
     (_BLOCK + "attn.k_norm", "vector", ("head_dim",)),
 )
-_TENSORS = {"llama": _DENSE_TRANSFORMER, "qwen3": _DENSE_TRANSFORMER + _HEAD_NORMS}
+_SUB_NORMS = (
+    (_BLOCK + "attn.sub_norm", "vector", ("q",)),
+    (_BLOCK + "ffn.sub_norm", "vector", ("ffn",)),
+)
+_TENSORS = {
+    "bitnet": _DENSE_TRANSFORMER + _SUB_NORMS,
+    "llama": _DENSE_TRANSFORMER,
+    "qwen3": _DENSE_TRANSFORMER + _HEAD_NORMS,
+}
 
 _GGUF_NAMES = {
     "embedding": "token_embd.weight",
@@ -93,7 +101,9 @@ _GGUF_NAMES = {
     _BLOCK + "attn.out": "blk.{i}.attn_output.weight",
     _BLOCK + "attn.q_norm": "blk.{i}.attn_q_norm.weight",
     _BLOCK + "attn.k_norm": "blk.{i}.attn_k_norm.weight",
+    _BLOCK + "attn.sub_norm": "blk.{i}.attn_sub_norm.weight",
     _BLOCK + "ffn_norm": "blk.{i}.ffn_norm.weight",
+    _BLOCK + "ffn.sub_norm": "blk.{i}.ffn_sub_norm.weight",
     _BLOCK + "ffn.gate": "blk.{i}.ffn_gate.weight",
     _BLOCK + "ffn.up": "blk.{i}.ffn_up.weight",
     _BLOCK + "ffn.down": "blk.{i}.ffn_down.weight",
@@ -109,7 +119,9 @@ _HF_NAMES = {
     _BLOCK + "attn.out": "model.layers.{i}.self_attn.o_proj.weight",
     _BLOCK + "attn.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
     _BLOCK + "attn.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+    _BLOCK + "attn.sub_norm": "model.layers.{i}.self_attn.attn_sub_norm.weight",
     _BLOCK + "ffn_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    _BLOCK + "ffn.sub_norm": "model.layers.{i}.mlp.ffn_sub_norm.weight",
     _BLOCK + "ffn.gate": "model.layers.{i}.mlp.gate_proj.weight",
     _BLOCK + "ffn.up": "model.layers.{i}.mlp.up_proj.weight",
     _BLOCK + "ffn.down": "model.layers.{i}.mlp.down_proj.weight",
@@ -155,6 +167,9 @@ def _recipe(
 
 
 RECIPES: dict[tuple[str, str], Recipe] = {
+    ("bitnet", "gguf"): _recipe("bitnet", _GGUF_NAMES, _GGUF_IGNORED),
+    ("bitnet", "huggingface"): _recipe("bitnet", _HF_NAMES, _HF_IGNORED),
+    ("bitnet", "bonsai"): _recipe("bitnet", None),
     ("llama", "gguf"): _recipe("llama", _GGUF_NAMES, _GGUF_IGNORED, _GGUF_LLAMA_OPS),
     ("qwen3", "gguf"): _recipe("qwen3", _GGUF_NAMES, _GGUF_IGNORED),
     ("llama", "huggingface"): _recipe("llama", _HF_NAMES, _HF_IGNORED),

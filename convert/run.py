@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from bonsai.convert.encode import Options, encode_matrix, read_vector
 from bonsai.convert.gguf_model import open_gguf
 from bonsai.convert.huggingface import open_huggingface
+from bonsai.convert.i2_s import LAYOUTS
 from bonsai.convert.own import open_own
 from bonsai.convert.plan import Plan, make_plan
 from bonsai.convert.recipes import Step, source_rows
@@ -34,6 +36,7 @@ OPENERS: Mapping[str, Callable[[Path, int], SourceModel]] = {
     "gguf": open_gguf,
     "huggingface": open_huggingface,
     "bonsai": open_own,
+    **{layout: partial(open_gguf, i2_s=layout) for layout in LAYOUTS},
 }
 
 
@@ -62,7 +65,8 @@ def convert(
     quant_embeddings  quantize the embedding and the head too
     exact             round nothing that `quant` did not ask for: Q6_K becomes float32, not q8
     strict            every fallback (a tensor that could not be stored as asked) is an error
-    kind              "gguf", "huggingface" or "bonsai", instead of what the content says
+    kind              "gguf", "huggingface" or "bonsai", instead of what the content says; "i2_s",
+                      "i2_s-arm" or "i2_s-rows": a GGUF file of bitnet.cpp, with this layout
     container, shard_bytes, overwrite   as for `bonsai.format.CheckpointWriter`
     progress          called as progress("convert", weights done, weights in all), then with
                       "hash source" and "hash", which count bytes

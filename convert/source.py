@@ -6,6 +6,7 @@ Knows the first bytes of files and the file names of model folders. Does not kno
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +14,29 @@ from typing import Any
 
 import numpy as np
 
-from bonsai.convert.gguf_parts import first_of
 from bonsai.errors import ConversionError, FormatError, ModelNotFound
 from bonsai.format.files import identify
 from bonsai.matrix import Matrix
 
-__all__ = ["KINDS", "Rows", "SourceModel", "SourceTensor", "recognise", "refuse_rows"]
+__all__ = [
+    "GGUF_PART",
+    "KINDS",
+    "Rows",
+    "SourceModel",
+    "SourceTensor",
+    "fp16_error",
+    "fp16_scale",
+    "part_name",
+    "recognise",
+    "refuse_rows",
+]
 
 GGUF_MAGIC = b"GGUF"
 WANTED = "convert reads a GGUF file, a Hugging Face model folder, or a bonsai checkpoint folder"
-KINDS = ("gguf", "huggingface", "bonsai")
+# The kinds after the first three are GGUF files, told which order their I2_S tensors have.
+KINDS = ("gguf", "huggingface", "bonsai", "i2_s", "i2_s-arm", "i2_s-rows")
+GGUF_KINDS = ("gguf", *KINDS[3:])
+GGUF_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 Rows = slice | np.ndarray
 
 
@@ -39,7 +53,7 @@ class SourceTensor:
     label: str
     read: Callable[[Rows], Matrix] = field(repr=False)
     release: Callable[[], None] = field(repr=False, default=lambda: None)
-    rounding: float = 0.0
+    rounding: Callable[[], float] = field(repr=False, default=lambda: 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,22 +90,38 @@ def recognise(path: Path, kind: str | None = None) -> tuple[str, Path]:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
     if head[:4] != GGUF_MAGIC:
         raise FormatError(f"{path}: {_what_it_is(head)}", hint=WANTED)
-    if kind not in (None, "gguf"):
+    if kind is not None and kind not in GGUF_KINDS:
         raise ConversionError(f"{path}: a GGUF file, not a folder of kind {kind!r}")
-    return "gguf", path
+    return kind or "gguf", path
 
 
 def _recognise_folder(path: Path, kind: str | None) -> tuple[str, Path]:
     found = kind or _kind_of_folder(path)
-    if found != "gguf":
+    if found not in GGUF_KINDS:
         return found, path
-    files = first_of(sorted(path.glob("*.gguf")))
+    files = _without_later_parts(sorted(path.glob("*.gguf")))
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:8])
         raise ConversionError(
             f"{path}: {len(files)} GGUF files ({names or 'none'})", hint="name the file to convert"
         )
-    return recognise(files[0], "gguf")
+    return recognise(files[0], found)
+
+
+def part_name(match: re.Match[str], number: int) -> str:
+    """The name of another part of the set that `GGUF_PART` matched."""
+    return f"{match['stem']}-{number:05}-of-{match['count']}.gguf"
+
+
+def _without_later_parts(files: list[Path]) -> list[Path]:
+    """`files` without the later parts of sets whose first part is there."""
+    names = {file.name for file in files}
+
+    def is_later(file: Path) -> bool:
+        match = GGUF_PART.fullmatch(file.name)
+        return match is not None and match["number"] != "00001" and part_name(match, 1) in names
+
+    return [file for file in files if not is_later(file)]
 
 
 def _kind_of_folder(path: Path) -> str:
@@ -128,3 +158,17 @@ def refuse_rows(name: str, bad: np.ndarray, rows: Rows, what: str) -> None:
         raise ConversionError(
             f"{name}: row {row} {what}", hint="the source is damaged, or not what it says it is"
         )
+
+
+def fp16_scale(what: str, exact: float) -> np.float16:
+    """The nearest fp16; ConversionError where that is 0 or not finite."""
+    with np.errstate(over="ignore"):
+        scale = np.float16(exact)
+    if not (np.isfinite(scale) and scale != 0):
+        raise ConversionError(f"{what} {exact:.3g} does not fit in fp16")
+    return scale
+
+
+def fp16_error(exact: float) -> float:
+    """How much is lost by rounding a scale, relative to it."""
+    return abs(float(np.float16(exact)) - exact) / abs(exact)

@@ -53,9 +53,10 @@ __all__ = ["convert"]
 @click.option(
     "--from",
     "kind",
-    type=click.Choice(["gguf", "huggingface", "bonsai"]),
+    type=click.Choice(["gguf", "huggingface", "bonsai", "i2_s", "i2_s-arm", "i2_s-rows"]),
     metavar="KIND",
-    help="gguf, huggingface or bonsai. Default: what the content says.",
+    help="gguf, huggingface or bonsai. Default: what the content says. i2_s, i2_s-arm or "
+    "i2_s-rows: a GGUF file of bitnet.cpp, with the layout of its I2_S tensors.",
 )
 @click.option(
     "--container",

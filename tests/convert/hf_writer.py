@@ -82,6 +82,10 @@ def weights(spec: Tiny = Tiny()) -> dict[str, np.ndarray]:
     for i in range(spec.layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{i}.{norm}.weight"] = rng.uniform(0.5, 1.5, spec.hidden)
+        if spec.architecture == "bitnet":
+            q = spec.heads * spec.head_dim
+            for norm, width in (("self_attn.attn_sub_norm", q), ("mlp.ffn_sub_norm", spec.ffn)):
+                found[f"model.layers.{i}.{norm}.weight"] = rng.uniform(0.5, 1.5, width)
         for norm in ("q_norm", "k_norm") if spec.architecture == "qwen3" else ():
             found[f"model.layers.{i}.self_attn.{norm}.weight"] = rng.uniform(
                 0.5, 1.5, spec.head_dim
@@ -94,7 +98,9 @@ def weights(spec: Tiny = Tiny()) -> dict[str, np.ndarray]:
 
 def config(spec: Tiny = Tiny(), **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it; a change to None takes the key away."""
-    classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    classes = {
+        "bitnet": "BitNetForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    }  # fmt: skip
     values = {
         "architectures": [classes[spec.architecture]],
         "model_type": spec.architecture,
@@ -106,7 +112,7 @@ def config(spec: Tiny = Tiny(), **changes: Any) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "vocab_size": spec.vocab,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
+        "hidden_act": "relu2" if spec.architecture == "bitnet" else "silu",
         "max_position_embeddings": 4096,
         "rope_theta": spec.theta,
         "rope_scaling": None,

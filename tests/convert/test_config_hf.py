@@ -121,7 +121,9 @@ def test_a_window_that_is_switched_off_is_fine():
 def test_unknown_model_type_lists_the_supported_ones_and_a_repair_helps(tmp_path):
     folder = hf.write(tmp_path / "hf", values=hf.config(model_type="qwen9"))
     (folder / "model.safetensors").write_bytes(b"never looked at")
-    with pytest.raises(UnsupportedModel, match="'qwen9' is not supported; supported: llama, qwen3"):
+    with pytest.raises(
+        UnsupportedModel, match="'qwen9' is not supported; supported: bitnet, llama, qwen3"
+    ):
         convert(folder, tmp_path / "out")
     hf.write(folder)
     convert(folder, tmp_path / "out")

@@ -269,7 +269,11 @@ def test_what_changes_the_maths_is_refused_by_name(tmp_path, key):
 @pytest.mark.parametrize(
     ("key", "item", "message"),
     [
-        ("general.architecture", "qwen9", "'qwen9' is not supported; supported: llama, qwen3"),
+        (
+            "general.architecture",
+            "qwen9",
+            "'qwen9' is not supported; supported: bitnet, llama, qwen3",
+        ),
         ("general.type", "adapter", "general.type is 'adapter'"),
         ("prism.hadamard.version", 1, r"prism.hadamard.version: .* transformed basis"),
     ],

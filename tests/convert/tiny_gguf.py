@@ -20,6 +20,8 @@ HF_TO_GGUF = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
