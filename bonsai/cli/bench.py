@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import click
 
 from bonsai.cli import options
 from bonsai.cli.console import size
+from bonsai.cli.doctor import cpu_name
 from bonsai.cli.options import Load
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def bench(
     for line in _lines(model, found):
         click.echo(line)
     if json_:
-        click.echo(options.as_json(_facts(model, load, found), indent=None))
+        click.echo(options.as_json(_facts(model, found), indent=None))
 
 
 def _lines(model: Model, found: Bench) -> list[str]:
@@ -101,13 +103,17 @@ def _rate(rate: Rate) -> str:
     return f"{rate.median:.2f} tok/s, spread {rate.spread:.1%}"
 
 
-def _facts(model: Model, load: Load, found: Bench) -> dict[str, Any]:
+def _facts(model: Model, found: Bench) -> dict[str, Any]:
     import bonsai
 
+    backend, _, device = model.engine.description.partition(": ")
+    threads = re.search(r"(\d+) threads?\b", device)
     facts: dict[str, Any] = {
         "model": model.name,
-        "backend": model.engine.description,
-        "threads": load.threads,
+        "backend": backend,
+        "device": device,
+        "cpu": cpu_name(),
+        "threads": int(threads[1]) if threads else None,
         "version": bonsai.__version__,
         "prompt_tokens": found.prompt_tokens,
         "reply_tokens": found.reply_tokens,

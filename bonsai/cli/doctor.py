@@ -13,7 +13,7 @@ import click
 from bonsai.cli import options
 from bonsai.cli.console import size
 
-__all__ = ["doctor"]
+__all__ = ["cpu_name", "doctor"]
 
 LIBRARIES = ("numpy", "tokenizers", "jinja2", "click", "rich", "huggingface_hub", "mlx", "torch")
 UNAVAILABLE = "unavailable: "
@@ -51,7 +51,7 @@ def _facts() -> dict[str, Any]:
         "executable": sys.executable,
         "system": platform.platform(),
         "machine": platform.machine(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cpus": _usable_cpus(),
         "libraries": _versions(),
         "backends": {name: _state(text) for name, text in states.items()},
@@ -85,7 +85,7 @@ def _usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """The processor's own name, where it can be read without starting a program."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -228,7 +228,7 @@ def model_options(verb: Verb) -> Verb:
                      help="Tokens that prompt and reply may have together. Default: what the "
                      "model was made for, at most 8192."),
         click.option("--threads", type=POSITIVE, metavar="N",
-                     help="CPU threads. Default: the physical cores that this process may use."),
+                     help="CPU threads. Default: the CPUs that this process may use."),
         click.option("--revision", type=TEXT, metavar="REV",
                      help="Branch, tag or commit of a model that was pulled."),
     )):  # fmt: skip

@@ -214,12 +214,12 @@ def test_flags_reach_the_model(script, bonsai):
     assert backend.samplings == [wanted]
     bonsai("Hi", "--temp", "0", "--top-k", "0")
     assert backend.samplings[-1] == Sampling(temperature=0.0)
-    flags = ["--max-context", "64", "--revision", "v1", "-m", "other"]
+    flags = ["--max-context", "64", "--threads", "3", "--revision", "v1", "-m", "other"]
     bonsai("Hi", "--backend", "reference", *flags)
     name, options = backend.loads[-1]
     assert name == "other"
     assert options["backend"] == "reference"
-    assert (options["max_context"], options["revision"]) == (64, "v1")
+    assert (options["max_context"], options["threads"], options["revision"]) == (64, 3, "v1")
 
 
 def test_flags_come_from_the_environment(script, bonsai, monkeypatch):

@@ -210,8 +210,19 @@ def test_bench_ends_with_one_line_of_json(bonsai, scripted):
     assert len(facts["prefill_runs"]) == 3
     assert facts["decode_tps"] is None and facts["decode_gbps"] is None
     assert facts["peak_bytes"] > 1_000_000
-    assert facts["model"] == "scripted" and facts["backend"] == "scripted: no weights"
+    assert facts["model"] == facts["backend"] == "scripted" and facts["device"] == "no weights"
+    assert facts["threads"] is None and facts["cpu"]
     assert facts["prompt_tokens"] == 7 and facts["version"]
+
+
+def test_bench_reports_the_threads_of_the_backend(bonsai, scripted, monkeypatch):
+    from bonsai.testing import ScriptedEngine
+
+    monkeypatch.setattr(ScriptedEngine, "description", "cpu: avx2, 2 threads, exact")
+    result = bonsai("bench", "-p", "7", "-n", "0", "-r", "1", "--json")
+    facts = json.loads(result.out.splitlines()[-1])
+    assert (facts["backend"], facts["device"]) == ("cpu", "avx2, 2 threads, exact")
+    assert facts["threads"] == 2
 
 
 def test_bench_says_when_it_does_not_fit(bonsai, scripted):
