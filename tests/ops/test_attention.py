@@ -132,10 +132,10 @@ def test_what_was_saved_survives_rows_written_over(runner: Runner) -> None:
     runner.ops.attention(q[:8], k[:8], v[:8], state, 0)
     state.advance(8)
     saved = state.save()
-    for _ in range(2):  # the rows of the state itself, then those that it got from `saved`
+    for _ in range(2):  # first over the rows of the state itself, then over those it got back
         state.cut(3)
         runner.ops.attention(q[3:8], -k[3:8], -v[3:8], state, 0)
         state.advance(5)
         state.load(saved)
-        y = np.asarray(runner.ops.attention(q[8:], k[8:], v[8:], state, 0))
-        assert_allclose(y, dense.attended(q, k, v, 2)[8:], **runner.attention)
+    y = np.asarray(runner.ops.attention(q[8:], k[8:], v[8:], state, 0))
+    assert_allclose(y, dense.attended(q, k, v, 2)[8:], **runner.attention)
