@@ -160,6 +160,11 @@ class ScriptedSession:
         scores[next(self._engine.reply(take=False))] = 1.0
         return scores
 
+    def score(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """After each id the logits of `logits`, whatever the id is."""
+        self.prefill(ids)
+        return (self.logits()[None] for _ in ids)
+
     def decode(self, sampling: Sampling) -> Iterator[int]:
         self._check_open()
         self._engine.backend.samplings.append(sampling)
@@ -235,6 +240,9 @@ class ScriptedTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", "replace")
+
+    def vocabulary(self) -> dict[str, int]:
+        return {ascii(piece): i for i, piece in enumerate(self._bytes)}
 
     def stream_decoder(self) -> ScriptedDecoder:
         return ScriptedDecoder(self._bytes)

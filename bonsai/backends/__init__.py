@@ -46,6 +46,15 @@ class Session(Protocol):
         """Logits after the last token, float32 [vocab]; -inf for ids that the tokenizer lacks."""
         ...
 
+    def score(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """Append ids and yield the logits after each of them: blocks float32 [n, vocab], in order.
+
+        They are as those of `logits`, and n is small enough to bound memory. Errors are those of
+        `prefill`, at the call, and NumericError. The ids whose logits were not asked for may be
+        pending when the iterator is closed.
+        """
+        ...
+
     def decode(self, sampling: Sampling) -> Iterator[int]:
         """Yield sampled ids until the context is full; at each yield `tokens` ends with the id.
 

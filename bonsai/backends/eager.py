@@ -24,6 +24,8 @@ __all__ = ["EagerEngine", "EagerSession", "State"]
 
 CHUNK = 512
 """Rows of one forward in prefill: enough for matrix products, few enough to bound activations."""
+SCORED = 1 << 22
+"""Logits of one block of `score`: 16 MB of float32, which is 27 rows of a vocabulary of 150,000."""
 
 
 class State(Protocol):
@@ -157,17 +159,44 @@ class EagerSession:
         if state.position == len(self._tokens) and self._last is None:
             self._go_back(len(self._tokens) - 1)  # after a rewind: its hidden row is not kept
         self._compute(None)
+        return self._head(self._last, len(self._tokens)).reshape(-1)
+
+    def score(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """Append ids; yield the logits after each, as those of `logits`: float32 [n, vocab].
+
+        A block has at most `SCORED` logits, but at least one row. Raises ContextOverflow or
+        InvalidRequest at the call, before anything changes. Where the iterator is closed early,
+        the ids are held and the uncomputed ones pending.
+        """
+        self._state()
+        new = self._checked(ids)
+        self._check_room(len(self._tokens) + len(new))
+        self._compute(None)
+        self._seen.update(new)
+        self._tokens += new
+        return self._score(len(self._tokens))
+
+    def _score(self, end: int) -> Iterator[np.ndarray]:
+        step = max(1, SCORED // self._engine.vocab)
+        while (start := self._state().position) < end:
+            rows = self._forward()
+            for first in range(0, len(rows), step):
+                block = rows[first : first + step]
+                yield self._head(block, start + first + len(block))
+
+    def _head(self, rows: Array, tokens: int) -> np.ndarray:
+        """The logits of hidden rows, the last of them after `tokens` tokens; float32 [n, vocab]."""
         with np.errstate(over="ignore", invalid="ignore"):
-            row = self._engine.model.weights.head(self._last)
-        logits = np.array(row, dtype=np.float32).reshape(-1)
+            found = self._engine.model.weights.head(rows)
+        logits = np.array(found, dtype=np.float32)
         if not np.isfinite(logits).all():
             bad = logits.size - int(np.isfinite(logits).sum())
             raise NumericError(
                 f"the model computed {bad} of {logits.size} logits that are not finite "
-                f"after {len(self._tokens)} tokens",
+                f"after {tokens} tokens",
                 hint="the weights may be damaged: bonsai verify; or try --backend reference",
             )
-        logits[self._valid_ids :] = -np.inf
+        logits[:, self._valid_ids :] = -np.inf
         return logits
 
     def decode(self, sampling: Sampling) -> Iterator[int]:
@@ -261,20 +290,26 @@ class EagerSession:
 
     def _compute(self, progress: Progress | None) -> None:
         """Run the pending ids, a chunk at a time, and keep the hidden row of the last."""
-        state, engine = self._state(), self._engine
+        state = self._state()
         start = state.position
         total = len(self._tokens) - start
         while state.position < len(self._tokens):
-            chunk = self._tokens[state.position : self._end_of_chunk(state.position)]
-            ids = np.array(chunk, dtype=np.int32)
-            with np.errstate(over="ignore", invalid="ignore"):  # `logits` reports what it led to
-                rows = engine.model.forward(engine.ops, ids, state)
-            self._last = None  # an interrupt between the next two lines must not leave an old row
-            state.advance(len(chunk))
-            self._last = rows[-1:].copy()  # not a view that keeps the whole chunk alive
-            self._keep_mark(state)
+            self._forward()
             if progress is not None:
                 progress("prefill", state.position - start, total)
+
+    def _forward(self) -> Array:
+        """Run the next chunk of pending ids; returns its hidden rows and keeps the last."""
+        state, engine = self._state(), self._engine
+        chunk = self._tokens[state.position : self._end_of_chunk(state.position)]
+        ids = np.array(chunk, dtype=np.int32)
+        with np.errstate(over="ignore", invalid="ignore"):  # `_head` reports what it led to
+            rows = engine.model.forward(engine.ops, ids, state)
+        self._last = None  # an interrupt between the next two lines must not leave an old row
+        state.advance(len(chunk))
+        self._last = rows[-1:].copy()  # not a view that keeps the whole chunk alive
+        self._keep_mark(state)
+        return rows
 
     def _history(self, sampling: Sampling) -> np.ndarray:
         """The distinct ids held, int64, sorted; empty where the sampling does not look at them."""

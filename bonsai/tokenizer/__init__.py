@@ -77,6 +77,10 @@ class Tokenizer:
             sources["default"] = (read_small(path).decode("utf-8", "replace"), str(path))
         return cls(file, sources)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as tokenizer.json spells it, and its id."""
+        return self._file.full.get_vocab(with_added_tokens=True)
+
     # ---- text ----------------------------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool = False) -> list[int]:
