@@ -1,5 +1,6 @@
 # make demo          build bonsai, fetch a small real model, let it write text
 # make test          the tests (no network but for the packages, no GPU)
+# make model         fetch the small real model, which some tests use where it is
 # make test-oracles  the tests against independent implementations (installs torch and others)
 # make check         ruff, mypy, and the size of files and functions
 # make bench         speed of the small real model on this machine
@@ -16,11 +17,14 @@ VENV = .venv/bin/python
 BUILD = pyproject.toml CMakeLists.txt tools/setup.sh $(wildcard bonsai/backends/*/native/*)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-oracles check bench help-docs clean
+.PHONY: demo model test test-oracles check bench help-docs clean
 
 demo: .venv/demo.stamp
 	$(VENV) -m bonsai models pull $(MODEL)
 	$(VENV) -m bonsai -v -m $(MODEL) -n 120 "$(PROMPT)"
+
+model: .venv/test.stamp
+	$(VENV) -m bonsai models pull $(MODEL)
 
 test: .venv/test.stamp
 	$(VENV) -m pytest -m "not oracle" $(ARGS)

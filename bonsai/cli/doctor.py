@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 import click
@@ -41,12 +40,13 @@ def doctor(json_: bool) -> None:
 
 
 def _facts() -> dict[str, Any]:
+    import bonsai
     from bonsai import backends, hub
 
     store = hub.store()
     states = backends.status()
     return {
-        "bonsai": metadata.version("bonsai-lm"),
+        "bonsai": bonsai.__version__,
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": platform.platform(),
@@ -69,6 +69,8 @@ def _state(text: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    from importlib import metadata  # here, since --help of every verb comes past this file
+
     found = {}
     for name in LIBRARIES:
         try:
