@@ -8,15 +8,14 @@ the architecture says. A key that nobody took is an error; null means absent.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from bonsai.config import Fields
+from bonsai.convert.quantization import Quantization, read_quantization
 from bonsai.errors import UnsupportedModel
 
-__all__ = ["ARCHITECTURES", "MAX_LAYERS", "Quantization", "check_heads", "read_hf_config"]
+__all__ = ["ARCHITECTURES", "MAX_LAYERS", "check_heads", "read_hf_config"]
 
 ARCHITECTURES = {
     "bitnet": "BitNetForCausalLM",
@@ -26,11 +25,19 @@ ARCHITECTURES = {
 DEFAULT_THETA = {"bitnet": 500000.0}  # of a config without the key; 10000 for the others
 ACTIVATIONS = {"bitnet": ("relu2", "silu")}  # the first is what a config without the key means
 MAX_LAYERS = 4096
-MLX_BITS, MLX_GROUPS = (2, 4, 8), (32, 64, 128)
-BITNET_MODES = (
-    ("bitlinear", "offline"), ("autobitlinear", "offline"), ("autobitlinear", "online"),
-)  # fmt: skip
-PLAIN_NAME = re.compile(r"[\w.-]+")  # the key may also be a pattern, which we do not run
+# Of a model for images and text, beside text_config: nothing that text alone needs.
+OF_IMAGES = (
+    "vision_config",
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "projector_hidden_act",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+)
 RUNS_CODE = ("model_file", "auto_map", "custom_pipelines")
 # Keys that say nothing about the maths of inference: training, saving, other programs.
 IGNORED = (
@@ -62,39 +69,11 @@ IGNORED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the linears of a folder are stored. `method`: "none", "bitnet" or "mlx".
-
-    bitnet: `divide` says that weights are trits divided by weight_scale, not multiplied; `online`
-    that linears hold the weights of training, to be rounded to trits, but for the modules `kept`.
-    mlx: `bits` and `group` of every packed module but those in `modules`.
-    """
-
-    method: str = "none"
-    divide: bool = False
-    online: bool = False
-    kept: tuple[str, ...] = ()
-    bits: int = 0
-    group: int = 0
-    modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    def affine(self, module: str) -> tuple[int, int]:
-        """(bits, group) of a packed module."""
-        return self.modules.get(module, (self.bits, self.group))
-
-    def rounds(self, module: str) -> bool:
-        """Whether a linear that holds float weights has to be rounded to trits."""
-        return self.online and not any(
-            module.endswith(key) or module.startswith(key + ".") for key in self.kept
-        )
-
-
 def read_hf_config(
     raw: Mapping[str, Any], where: str
 ) -> tuple[str, dict[str, Any], Quantization, list[str]]:
     """(architecture, our config, quantization, warnings). Nothing but `raw` is looked at."""
-    values = {key: value for key, value in raw.items() if value is not None}
+    values = _of_the_text(raw, where)
     architecture = values.pop("model_type", None)
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedModel(
@@ -108,7 +87,7 @@ def read_hf_config(
     ]
     values = {key: value for key, value in values.items() if not key.startswith("_")}
     fields = Fields(values, where)
-    quantization = _read_quantization(fields)
+    quantization = read_quantization(fields)
     config = _read_sizes(fields, architecture)
     config["activation"] = _read_activation(fields, architecture)
     usual = DEFAULT_THETA.get(architecture, 10000.0)
@@ -119,6 +98,25 @@ def read_hf_config(
     fields.ignore(*IGNORED)
     fields.finish()
     return architecture, config, quantization, warnings
+
+
+def _of_the_text(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys that are not null. Of a model for images and text, those of its text come first."""
+    values = {key: value for key, value in raw.items() if value is not None}
+    text = values.pop("text_config", None)
+    if text is None:
+        return values
+    if not isinstance(text, Mapping):
+        raise UnsupportedModel(f"{where}: text_config is {text!r:.60}, expected an object")
+    text = {key: value for key, value in text.items() if value is not None}
+    for key in ("model_type", "architectures", *OF_IMAGES):
+        values.pop(key, None)
+    for key in values.keys() & text.keys():
+        if values[key] != text[key] and key not in IGNORED:
+            raise UnsupportedModel(
+                f"{where}: {key} is {values[key]!r:.60}, and {text[key]!r:.60} in text_config"
+            )
+    return {**values, **text}
 
 
 def check_heads(config: Mapping[str, Any], where: str) -> None:
@@ -278,83 +276,3 @@ def _end_tokens(fields: Fields) -> list[int]:
         if type(token) is not int or token < 0:
             raise UnsupportedModel(f"{fields.where}: eos_token_id is {value!r}, expected token ids")
     return sorted(set(ids))
-
-
-def _read_quantization(fields: Fields) -> Quantization:
-    """`quantization_config` of transformers, or `quantization` of MLX (often written as both)."""
-    mlx = fields.take_any("quantization")
-    general = fields.take_any("quantization_config")
-    if mlx is not None:
-        return _read_mlx(mlx, f"{fields.where}: quantization")
-    if general is None:
-        return Quantization()
-    where = f"{fields.where}: quantization_config"
-    if not isinstance(general, Mapping):
-        raise UnsupportedModel(f"{where}: expected an object, found {general!r}")
-    if "quant_method" not in general and "bits" in general:
-        return _read_mlx(general, where)
-    return _read_bitnet(Fields({k: v for k, v in general.items() if v is not None}, where))
-
-
-def _read_bitnet(fields: Fields) -> Quantization:
-    method = fields.take(str, "quant_method")
-    if method != "bitnet":
-        raise UnsupportedModel(
-            f"{fields.where}: quant_method {method!r} is not supported; supported: 'bitnet'",
-            hint="convert the unquantized model instead",
-        )
-    linear_class = fields.take(str, "linear_class", "bitlinear")
-    if linear_class not in ("bitlinear", "autobitlinear"):
-        raise UnsupportedModel(
-            f"{fields.where}: linear_class {linear_class!r}; supported: bitlinear, autobitlinear"
-        )
-    mode = fields.take(str, "quantization_mode", "offline")
-    if (linear_class, mode) not in BITNET_MODES:
-        raise UnsupportedModel(
-            f"{fields.where}: quantization_mode {mode!r} with linear_class {linear_class!r}; "
-            "supported: offline, and online with autobitlinear"
-        )
-    fields.require("use_rms_norm", False)
-    kept = _list_of(fields, "modules_to_not_convert")
-    fields.ignore("rms_norm_eps")
-    fields.finish()
-    online = mode == "online"
-    if online and any(not isinstance(key, str) or not PLAIN_NAME.fullmatch(key) for key in kept):
-        raise UnsupportedModel(
-            f"{fields.where}: modules_to_not_convert is {kept!r:.80}; only plain names are read"
-        )
-    return Quantization(
-        "bitnet", divide=linear_class == "bitlinear", online=online, kept=tuple(kept)
-    )
-
-
-def _read_mlx(raw: Any, where: str) -> Quantization:
-    fields = Fields(raw, where)
-    fields.require("mode", "affine")
-    bits, group = _bits_and_group(fields)
-    modules = {}
-    for key in [key for key, value in raw.items() if isinstance(value, Mapping | bool)]:
-        value = fields.take_any(key)
-        if isinstance(value, Mapping):
-            module = Fields(value, f"{where}: {key}")
-            module.require("mode", "affine")
-            modules[key] = _bits_and_group(module)
-            module.finish()
-    fields.ignore("linear_class", "quantization_mode")
-    fields.finish()
-    return Quantization("mlx", bits=bits, group=group, modules=modules)
-
-
-def _bits_and_group(fields: Fields) -> tuple[int, int]:
-    bits, group = fields.take_any("bits"), fields.take_any("group_size", 64)
-    if type(bits) is not int or bits not in MLX_BITS:
-        raise UnsupportedModel(f"{fields.where}: bits is {bits!r}; supported: {_shown(MLX_BITS)}")
-    if type(group) is not int or group not in MLX_GROUPS:
-        raise UnsupportedModel(
-            f"{fields.where}: group_size is {group!r}; supported: {_shown(MLX_GROUPS)}"
-        )
-    return bits, group
-
-
-def _shown(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))

@@ -14,7 +14,7 @@ import numpy as np
 from bonsai import affine
 from bonsai.convert.blocks import TYPES
 from bonsai.convert.report import TensorReport
-from bonsai.convert.source import Rows, SourceTensor, refuse_rows
+from bonsai.convert.source import NotOfThisClass, Rows, SourceTensor, refuse_rows
 from bonsai.convert.ternarize import exact_ternary, least_squares
 from bonsai.errors import ConversionError
 from bonsai.matrix import DENSE, DenseMatrix, Matrix, PackedMatrix
@@ -127,7 +127,22 @@ def encode_matrix(
     Tries one method after another: each either fits all rows or gives up at the first that it does
     not fit. The last one always fits.
     """
-    wanted = options.quant is not None and (role == "linear" or options.tables)
+    wanted = options.quant is not None and (role == "linear" or (options.tables and role == "table"))
+    if wanted:
+        tensor = tensor.otherwise or tensor
+    try:
+        return _encode(name, tensor, order, options, wanted)
+    except NotOfThisClass as error:
+        if tensor.otherwise is None:
+            raise
+        encoded = _encode(name, tensor.otherwise, order, options, wanted)
+        note = f"{name}: {error}: kept as {encoded.matrix.packing}"
+        return replace(encoded, fallback=encoded.fallback or note)
+
+
+def _encode(
+    name: str, tensor: SourceTensor, order: np.ndarray | None, options: Options, wanted: bool
+) -> Encoded:
     if wanted:
         attempts = [_quantizer(name, options)]
     else:

@@ -1,20 +1,24 @@
 """A Hugging Face folder as a source: safetensors, config.json and tokenizer files.
 
-Knows how bitnet and MLX folders pack their linears. Does not know architectures. Nothing in the
-folder is ever run.
+Knows how bitnet folders pack their linears (`mlx` knows the others), and which parts of a model for
+images and text are its text. Does not know architectures. Nothing in the folder is ever run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from bonsai.convert.config_hf import Quantization, read_hf_config
+from bonsai.convert.config_hf import read_hf_config
 from bonsai.convert.encode import row_blocks
+from bonsai.convert.hf_tensors import DENSE_DTYPES, WEIGHT, matrix_of
+from bonsai.convert.mlx import mlx_tensor
+from bonsai.convert.quantization import Quantization
 from bonsai.convert.source import (
     Rows,
     SourceModel,
@@ -33,10 +37,19 @@ from bonsai.ternary import pack
 
 __all__ = ["open_huggingface"]
 
-DENSE_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 TOKENIZER = "tokenizer.json"
+# Models of images and text: where the text is, and what is left out.
+TEXT_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+VISION = (
+    "vision_tower.",
+    "vision_model.",
+    "model.vision_tower.",
+    "model.visual.",
+    "visual.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)
 EXTRAS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-WEIGHT = ".weight"
 
 
 def open_huggingface(path: Path, group_size: int) -> SourceModel:
@@ -46,7 +59,11 @@ def open_huggingface(path: Path, group_size: int) -> SourceModel:
     architecture, config, quantization, warnings = read_hf_config(raw, str(config_path))
     extras = _extras(path)
     shards = ShardedTensors(path)
-    tensors = {t.name: t for t in _tensors(shards, quantization, group_size)}
+    names, notes = _text_names(shards.names(), str(path))
+    tensors = {
+        names[tensor.name]: tensor
+        for tensor in _tensors(shards, list(names), quantization, group_size)
+    }
     return SourceModel(
         kind="huggingface",
         path=path,
@@ -55,7 +72,7 @@ def open_huggingface(path: Path, group_size: int) -> SourceModel:
         config=config,
         tensors=tensors,
         extras=extras,
-        warnings=tuple(warnings),
+        warnings=(*warnings, *notes),
     )
 
 
@@ -70,12 +87,35 @@ def _extras(path: Path) -> dict[str, bytes]:
     return {name: read_small(file) for name, file in files.items() if file.exists()}
 
 
+def _text_names(names: Iterable[str], where: str) -> tuple[dict[str, str], list[str]]:
+    """Name in the file -> name in a model of text alone, and a line about the parts left out."""
+    found: dict[str, str] = {}
+    seen: dict[str, str] = {}
+    left_out: Counter[str] = Counter()
+    for name in names:
+        vision = next((prefix for prefix in VISION if name.startswith(prefix)), None)
+        if vision is not None:
+            left_out[vision] += 1
+            continue
+        short = name
+        for prefix, instead in TEXT_PREFIXES:
+            if name.startswith(prefix):
+                short = instead + name[len(prefix) :]
+                break
+        if short in seen:
+            raise ConversionError(f"{where}: {seen[short]} and {name} are the same tensor")
+        found[name], seen[short] = short, name
+    shown = " and ".join(f"{count} of {prefix}*" for prefix, count in left_out.items())
+    notes = [f"{where}: vision tensors are left out: {shown}"] if left_out else []
+    return found, notes
+
+
 def _tensors(
-    shards: ShardedTensors, quantization: Quantization, group_size: int
+    shards: ShardedTensors, names: list[str], quantization: Quantization, group_size: int
 ) -> Iterator[SourceTensor]:
     """One tensor for each module: the parts of a packed one are taken together."""
-    left = dict.fromkeys(shards.names())
-    packed = {"bitnet": ("U8", _bitnet), "mlx": ("U32", _mlx)}.get(quantization.method)
+    left = dict.fromkeys(names)
+    packed = {"bitnet": ("U8", _bitnet), "mlx": ("U32", mlx_tensor)}.get(quantization.method)
     for name in list(left):
         info = shards.info(name)
         if packed and name.endswith(WEIGHT) and info.dtype == packed[0]:
@@ -117,7 +157,7 @@ def _bitnet(
     One scale for the whole matrix, multiplied or divided by, becomes the scale of every group.
     """
     name, scale_name = info.name, info.name.removesuffix(WEIGHT) + ".weight_scale"
-    data = _matrix(shards, info)
+    data = matrix_of(shards, info)
     quarter, columns = data.shape
     exact = _bitnet_scale(shards, scale_name, quantization.divide)
     scale = fp16_scale(f"{scale_name}: the scale", exact)
@@ -180,75 +220,3 @@ def _bitnet_scale(shards: ShardedTensors, name: str, divide: bool) -> float:
     if not np.isfinite(value) or value == 0:
         raise ConversionError(f"{info.file}: {name} is {value}")
     return 1 / value if divide else value
-
-
-def _mlx(
-    shards: ShardedTensors, info: TensorInfo, quantization: Quantization, group_size: int
-) -> tuple[SourceTensor, list[str]]:
-    """uint32 words of codes, lowest bits first, with a scale and a bias per group: our own planes.
-
-    2 bits are read where they are ternary: every bias is minus its scale.
-    """
-    name, module = info.name, info.name.removesuffix(WEIGHT)
-    bits, group = quantization.affine(module)
-    words = _matrix(shards, info)
-    shape = (words.shape[0], words.shape[1] * 32 // bits)
-    scales = _mlx_plane(shards, f"{module}.scales", shape, group)
-    biases = _mlx_plane(shards, f"{module}.biases", shape, group)
-    packing = {2: "t2", 4: "q4", 8: "q8"}[bits]
-
-    def read(index: Rows) -> Matrix:
-        parts = np.ascontiguousarray(words[index]), scales(index), biases(index)
-        return _mlx_block(name, packing, shape[1], group, parts, index)
-
-    tensor = SourceTensor(name, shape, f"mlx {bits}b", read, partial(shards.release, name))
-    return tensor, [name, f"{module}.scales", f"{module}.biases"]
-
-
-def _mlx_block(
-    name: str,
-    packing: str,
-    columns: int,
-    group: int,
-    parts: tuple[np.ndarray, np.ndarray, np.ndarray],
-    index: Rows,
-) -> Matrix:
-    """Rows of (words, float32 scales, float32 biases); float32 where fp16 does not hold those."""
-    words, scales, biases = parts
-    shape = (len(words), columns)
-    codes: np.ndarray = words if packing == "t2" else words.view(np.uint8)
-    if packing == "t2":
-        what = "has a bias that is not minus its scale: its 2 bits are not ternary"
-        refuse_rows(name, (biases != -scales).any(axis=1), index, what)
-    with np.errstate(over="ignore"):
-        narrow = [plane.astype(np.float16) for plane in (scales, biases)]
-    kept = None if packing == "t2" else narrow[1]
-    block = PackedMatrix(name, packing, shape, group, codes, narrow[0], kept)
-    if np.array_equal(narrow[0], scales) and np.array_equal(narrow[1], biases):
-        return block
-    bias = None if packing == "t2" else biases
-    wide = PackedMatrix(name, packing, shape, group, codes, scales, bias)
-    return DenseMatrix(name, "f32", shape, wide.rows())
-
-
-def _mlx_plane(
-    shards: ShardedTensors, name: str, shape: tuple[int, int], group: int
-) -> Callable[[Rows], np.ndarray]:
-    """Rows of a plane of scales or biases, as float32."""
-    info = shards.info(name)
-    values = _matrix(shards, info)
-    rows, columns = shape
-    if info.dtype not in DENSE_DTYPES or values.shape != (rows, columns // group):
-        needed = f"[{rows}, {columns // group}]"
-        raise ConversionError(
-            f"{info.file}: {name} is {info}; a matrix of {rows} x {columns} weights in groups of "
-            f"{group} needs {needed}",
-            hint="the group size in config.json is not that of the file",
-        )
-    return lambda index: widen(values[index], DENSE_DTYPES[info.dtype])
-
-
-def _matrix(shards: ShardedTensors, info: TensorInfo) -> np.ndarray:
-    if len(info.shape) != 2:
-        raise ConversionError(f"{info.file}: {info.name} is {info}, expected a matrix")
-    return shards.array(info.name)

@@ -21,6 +21,7 @@ from bonsai.matrix import Matrix
 __all__ = [
     "GGUF_PART",
     "KINDS",
+    "NotOfThisClass",
     "Rows",
     "SourceModel",
     "SourceTensor",
@@ -40,12 +41,17 @@ GGUF_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.ggu
 Rows = slice | np.ndarray
 
 
+class NotOfThisClass(ConversionError):
+    """Rows are not of the class that most tensors of their kind have; `otherwise` has them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceTensor:
     """One tensor. `read(rows)` gives those rows without rounding, in the source's own class.
 
     `label` names that class for people ("Q4_1"). `rounding` is the relative error that `read`
-    cannot avoid (a scale that fp16 does not hold). A vector is read as a matrix of one row.
+    cannot avoid (a scale that fp16 does not hold). A vector is read as a matrix of one row. Where
+    `read` may raise NotOfThisClass, `otherwise` reads the same tensor in a class that always fits.
     """
 
     name: str
@@ -54,6 +60,7 @@ class SourceTensor:
     read: Callable[[Rows], Matrix] = field(repr=False)
     release: Callable[[], None] = field(repr=False, default=lambda: None)
     rounding: Callable[[], float] = field(repr=False, default=lambda: 0.0)
+    otherwise: SourceTensor | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,12 +157,18 @@ def _what_it_is(head: bytes) -> str:
     return f"not a GGUF file (it starts with {head[:4]!r})"
 
 
-def refuse_rows(name: str, bad: np.ndarray, rows: Rows, what: str) -> None:
-    """Raise a ConversionError about the first of `rows` where `bad` [len(rows)] is true, if any."""
+def refuse_rows(
+    name: str,
+    bad: np.ndarray,
+    rows: Rows,
+    what: str,
+    error: type[ConversionError] = ConversionError,
+) -> None:
+    """Raise an error about the first of `rows` where `bad` [len(rows)] is true, if any."""
     if bad.any():
         local = int(bad.argmax())
         row = (rows.start or 0) + local if isinstance(rows, slice) else int(rows[local])
-        raise ConversionError(
+        raise error(
             f"{name}: row {row} {what}", hint="the source is damaged, or not what it says it is"
         )
 

@@ -7,27 +7,32 @@ import numpy as np
 import pytest
 
 import bonsai.convert as convert
-from bonsai.errors import ConversionError
+from bonsai.errors import ConversionError, UnsupportedModel
 from bonsai.format import Checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+PACKINGS = {1: "b1", 2: "t2", 3: "q4", 4: "q4", 5: "q8", 6: "q8", 8: "q8"}
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 words, one code at a time: element k at bit (bits * k) mod 32, lowest first."""
+    """uint32 words, one bit at a time: bit i of element k is bit k * bits + i of the row."""
     rows, columns = codes.shape
     words = np.zeros((rows, columns * bits // 32), np.uint32)
-    for k in range(columns):
-        words[:, k * bits // 32] |= codes[:, k].astype(np.uint32) << np.uint32(k * bits % 32)
+    for at in range(columns * bits):
+        k, i = divmod(at, bits)
+        bit = (codes[:, k].astype(np.uint32) >> np.uint32(i)) & np.uint32(1)
+        words[:, at // 32] |= bit << np.uint32(at % 32)
     return words
 
 
 def packed(rng, shape, bits: int, group: int, dtype: str = "<f2") -> dict[str, np.ndarray]:
-    """weight, scales, biases; 2 bits are ternary."""
+    """weight, scales, biases; 2 bits are ternary, 1 bit is signs."""
     rows, columns = shape
     codes = rng.integers(0, 3 if bits == 2 else 2**bits, shape)
     scales = rng.uniform(0.01, 0.1, (rows, columns // group)).astype(np.float16)
-    biases = -scales if bits == 2 else rng.normal(size=scales.shape).astype(np.float16)
+    biases = rng.normal(size=scales.shape).astype(np.float16)
+    if bits in (1, 2):
+        biases = -scales if bits == 2 else -scales / np.float16(2)
     if dtype == "bf16":
         planes = [hf.bf16(plane.astype("<f4")) for plane in (scales, biases)]
     else:
@@ -65,7 +70,7 @@ def folder(tmp_path, bits, group, dtype="<f2", modules=None):
     return hf.write(tmp_path / "hf", spec, source, values), matrices
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", PACKINGS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("dtype", ["<f2", "bf16", "<f4"])
 def test_packs_arrive_bit_for_bit(tmp_path, bits, group, dtype):
@@ -74,7 +79,7 @@ def test_packs_arrive_bit_for_bit(tmp_path, bits, group, dtype):
     checkpoint = Checkpoint.open(tmp_path / "out")
     assert report.fallbacks == ()
     down = checkpoint.matrix("layers.0.ffn.down")
-    assert (down.packing, down.group) == ({2: "t2", 4: "q4", 8: "q8"}[bits], group)
+    assert (down.packing, down.group) == (PACKINGS[bits], group)
     assert np.array_equal(down.rows(), matrices["model.layers.0.mlp.down_proj.weight"])
     table = checkpoint.matrix("embedding").rows()
     assert np.array_equal(table, matrices["model.embed_tokens.weight"])
@@ -97,23 +102,137 @@ def test_group_that_is_not_that_of_the_file_is_refused(tmp_path):
         convert(source, tmp_path / "out")
 
 
-def test_two_bits_that_are_not_ternary_name_tensor_and_row(tmp_path):
-    source, _ = folder(tmp_path, 2, 128)
+def changed(source, change) -> dict[str, np.ndarray]:
+    """Rewrite the tensors of a folder after `change(tensors)`."""
     path = source / "model.safetensors"
     tensors = {name: array.copy() for name, array in hf.read(path).items()}
-    tensors["model.layers.1.self_attn.q_proj.biases"][7] *= np.float16(0.5)
+    change(tensors)
     path.write_bytes(hf.safetensors(tensors))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("bits", "what"), [(2, "minus its scale: its 2 bits"), (1, "minus half its scale: its bits")]
+)
+def test_bits_that_are_not_ternary_are_kept_as_q4_and_named(tmp_path, bits, what):
+    source, _ = folder(tmp_path, bits, 128)
+    biases = "model.layers.1.self_attn.q_proj.biases"
+
+    def change(tensors):
+        tensors[biases][7] *= np.float16(0.5)
+
+    tensors = changed(source, change)
+    report = convert(source, tmp_path / "out")
+    matrix = Checkpoint.open(tmp_path / "out").matrix("layers.1.attn.q")
+    assert (matrix.packing, matrix.group) == ("q4", 128)
+    words = tensors[Q].view(np.uint8)
+    codes = np.unpackbits(words, axis=1, bitorder="little").reshape(len(words), -1, bits)
+    wide = (codes * [1, 2][:bits]).sum(axis=2).astype("<f4")
+    scales = np.repeat(tensors[biases.replace("biases", "scales")].astype("<f4"), 128, axis=1)
+    shift = np.repeat(tensors[biases].astype("<f4"), 128, axis=1)
+    assert np.array_equal(matrix.rows(), scales * wide + shift)
+    assert len(report.fallbacks) == 1
+    assert f"{Q}: row 7 has a bias that is not {what}" in report.fallbacks[0]
+    assert "kept as q4" in report.fallbacks[0]
     with pytest.raises(ConversionError, match=r"q_proj.weight: row 7 has a bias"):
-        convert(source, tmp_path / "out")
+        convert(source, tmp_path / "strict", strict=True)
 
 
 def test_code_3_names_tensor_and_row(tmp_path):
+    def change(tensors):
+        tensors[Q][9, 2] |= 3 << 10
+
     source, _ = folder(tmp_path, 2, 128)
-    path = source / "model.safetensors"
-    tensors = {name: array.copy() for name, array in hf.read(path).items()}
-    tensors[Q][9, 2] |= 3 << 10
-    path.write_bytes(hf.safetensors(tensors))
-    with pytest.raises(ConversionError, match=r"q_proj.weight.*row 9 has the code 3"):
+    changed(source, change)
+    report = convert(source, tmp_path / "out")
+    assert "q_proj.weight: row 9 has the code 3" in report.fallbacks[0]
+    assert Checkpoint.open(tmp_path / "out").entry("layers.1.attn.q").packing == "q4"
+
+
+def test_quantizing_a_pack_that_is_not_ternary_is_no_fallback(tmp_path):
+    def change(tensors):
+        tensors[Q][9, 2] |= 3 << 10
+
+    source, _ = folder(tmp_path, 2, 128)
+    changed(source, change)
+    report = convert(source, tmp_path / "out", quant="q8")
+    assert report.fallbacks == ()
+    assert Checkpoint.open(tmp_path / "out").entry("layers.1.attn.q").packing == "q8"
+
+
+def test_mixed_bits_in_one_pack(tmp_path):
+    names = [f"model.layers.0.{part}.weight" for part in ("self_attn.v_proj", "mlp.down_proj")]
+    source, matrices = folder(tmp_path, 2, 128, modules={names[0]: (4, 64), names[1]: (1, 128)})
+    convert(source, tmp_path / "out")
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    for name, logical, packing in zip(
+        (*names, Q), ("layers.0.attn.v", "layers.0.ffn.down", "layers.1.attn.q"),
+        ("q4", "b1", "t2"), strict=True,
+    ):  # fmt: skip
+        assert checkpoint.entry(logical).packing == packing
+        assert np.array_equal(checkpoint.matrix(logical).rows(), matrices[name])
+
+
+def test_rows_that_are_not_whole_groups_are_refused(tmp_path):
+    source, _ = folder(tmp_path, 4, 128)
+    spec = hf.Tiny("qwen3", ffn=256, tied=True)
+    quantization = {"group_size": 128, "bits": 3}
+    (source / "config.json").write_text(hf.json.dumps(hf.config(spec, quantization=quantization)))
+    with pytest.raises(ConversionError, match=r"are not whole groups of 128 codes of 3 bits"):
+        convert(source, tmp_path / "out")
+
+
+def wrapped(tmp_path, prefix: str, vision: str, **changes):
+    """A 2-bit pack of a model for images and text; names of modules have the prefix too."""
+    source, matrices = folder(tmp_path, 2, 128, modules={Q: (4, 64)})
+    tensors = {prefix + name: a for name, a in hf.read(source / "model.safetensors").items()}
+    tensors[vision + "blocks.0.norm1.weight"] = np.ones(4, "<f2")
+    tensors[vision + "pos_embed.weight"] = np.ones((2, 2, 2), "<f2")
+    (source / "model.safetensors").write_bytes(hf.safetensors(tensors))
+    text = hf.json.loads((source / "config.json").read_text())
+    quantization = text.pop("quantization")
+    del text["quantization_config"], text["architectures"]
+    quantization = {prefix + key if "." in key else key: v for key, v in quantization.items()}
+    values = {
+        "model_type": "some_vlm",
+        "architectures": ["SomeForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"depth": 27},
+        "image_token_id": 7,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "quantization": quantization,
+        **changes,
+    }
+    (source / "config.json").write_text(hf.json.dumps(values))
+    return source, matrices
+
+
+@pytest.mark.parametrize("vision", ["vision_tower.", "model.visual."])
+def test_text_of_a_model_for_images_and_text(tmp_path, vision):
+    source, matrices = wrapped(tmp_path, "language_model.", vision)
+    report = convert(source, tmp_path / "out")
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert checkpoint.entry("layers.1.attn.q").packing == "q4"
+    assert np.array_equal(checkpoint.matrix("layers.1.attn.q").rows(), matrices[Q])
+    lines = [text for text in report.warnings if "vision" in text]
+    assert len(lines) == 1
+    assert f"2 of {vision}*" in lines[0]
+
+
+def test_text_config_that_disagrees_is_refused(tmp_path):
+    source, _ = wrapped(tmp_path, "language_model.", "vision_tower.", tie_word_embeddings=False)
+    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings is False, and True in text_"):
+        convert(source, tmp_path / "out")
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path):
+    source, _ = folder(tmp_path, 2, 128)
+
+    def change(tensors):
+        tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"]
+
+    changed(source, change)
+    with pytest.raises(ConversionError, match=r"model.norm.weight .* are the same tensor"):
         convert(source, tmp_path / "out")
 
 

@@ -38,7 +38,7 @@ def test_bitnet_weights_packed_by_transformers(tmp_path):
     assert np.array_equal(matrix.rows(), expected[NAME])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_weights_quantized_by_mlx(tmp_path, bits, group):
     mx = pytest.importorskip("mlx.core", reason="needs mlx")
