@@ -24,8 +24,10 @@ def commands() -> list[list[str]]:
     """The arguments after `bonsai`, of every line in a fenced block that runs it."""
     found = []
     for block in re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
+        lines = block.splitlines()
+        shown = [line[2:] for line in lines if line.startswith("$ ")]  # the rest is output
+        for line in shown or lines:
+            words = shlex.split(line, comments=True)
             if "bonsai" in words:
                 found.append(words[words.index("bonsai") + 1 :])
     return found
