@@ -17,10 +17,13 @@ from bonsai.errors import BackendUnavailable, BonsaiError
 from bonsai.format import Checkpoint
 from bonsai.sampling import Sampling
 
-__all__ = ["NAMES", "Backend", "Engine", "Progress", "Session", "get", "select", "status"]
+__all__ = ["MODES", "NAMES", "Backend", "Engine", "Progress", "Session", "get", "select", "status"]
 
 NAMES = ("cpu", "reference")
 """Every backend in the package. "auto" takes the first that works, and never "reference"."""
+
+MODES = ("cpu-exact",)
+"""Other ways to run a backend, never chosen by "auto": slower, for comparisons."""
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total): called from the thread that works, often, cheaply."""
@@ -127,12 +130,14 @@ class Backend(Protocol):
 
 def get(name: str) -> Backend:
     """The backend of that name, imported now. Raises BackendUnavailable where it cannot run."""
-    if name not in NAMES:
+    if name not in NAMES + MODES:
         raise BackendUnavailable(
-            f"no backend is called '{name}'", hint=f"one of: auto, {', '.join(NAMES)}"
+            f"no backend is called '{name}'", hint=f"one of: auto, {', '.join(NAMES + MODES)}"
         )
+    home, _, mode = name.partition("-")
     try:
-        backend: Backend = importlib.import_module(f"bonsai.backends.{name}").BACKEND
+        module = importlib.import_module(f"bonsai.backends.{home}")
+        backend: Backend = module.EXACT if mode else module.BACKEND
     except ImportError as error:
         raise BackendUnavailable(f"backend '{name}' cannot be imported: {error}") from error
     backend.status()

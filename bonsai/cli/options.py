@@ -64,10 +64,10 @@ class BackendName(click.ParamType):
     name = "backend"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str:
-        from bonsai.backends import NAMES
+        from bonsai.backends import MODES, NAMES
 
-        if value != "auto" and value not in NAMES:
-            self.fail(f"{value!r} is not one of auto, {', '.join(NAMES)}", param, ctx)
+        if value not in ("auto", *NAMES, *MODES):
+            self.fail(f"{value!r} is not one of auto, {', '.join(NAMES + MODES)}", param, ctx)
         return str(value)
 
 
@@ -223,7 +223,7 @@ def model_options(verb: Verb) -> Verb:
                      help="A name or a directory. Default: $BONSAI_MODEL."),
         click.option("--backend", type=BackendName(), metavar="BACKEND", envvar="BONSAI_BACKEND",
                      default="auto",
-                     help="auto, cpu or reference. Default: $BONSAI_BACKEND, or auto."),
+                     help="auto, cpu, cpu-exact or reference. Default: $BONSAI_BACKEND, or auto."),
         click.option("--max-context", type=POSITIVE, metavar="N",
                      help="Tokens that prompt and reply may have together. Default: what the "
                      "model was made for, at most 8192."),

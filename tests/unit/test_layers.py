@@ -30,7 +30,7 @@ LAYERS = (  # lowest first; a part may import itself and what stands below it
     {"reply"},
     {"chat"},
     {"generate"},
-    {"testing", "bench"},
+    {"testing", "bench", "fidelity"},
     {"convert"},
     {"cli", "server"},
     {"__init__", "__main__"},

@@ -16,7 +16,7 @@ from bonsai.backends.eager import EagerEngine, State
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
 
-__all__ = ["BACKEND", "CpuBackend", "usable_cpus"]
+__all__ = ["BACKEND", "EXACT", "CpuBackend", "usable_cpus"]
 
 ISA_VARIABLE = "BONSAI_CPU_ISA"
 MOST_THREADS = 1024
@@ -104,3 +104,4 @@ def _count(number: int, noun: str) -> str:
 
 
 BACKEND = CpuBackend()
+EXACT = CpuBackend(exact=True)
