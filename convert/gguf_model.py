@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bonsai.convert.blocks import I2_S
 from bonsai.convert.config_gguf import read_gguf_config
@@ -20,6 +22,8 @@ __all__ = ["open_gguf"]
 TABLE = "token_embd.weight"
 OF_BITNET_CPP = ("bitnet-25", "bitnet-b1.58")  # architectures that only its converters write
 USUAL_LAYOUT = "i2_s"
+CUTTING = "tokenizer.ggml.pre"
+LLAMA3_VOCAB = 128256
 
 
 def open_gguf(path: Path, group_size: int, i2_s: str | None = None) -> SourceModel:
@@ -34,6 +38,8 @@ def open_gguf(path: Path, group_size: int, i2_s: str | None = None) -> SourceMod
         raise ConversionError(f"{path}: no tensor {TABLE}: not a language model")
     architecture, config, warnings = read_gguf_config(metadata, table.shape[0], str(path))
     layout, notes = _i2_s_layout(parts, i2_s)
+    tokenizer_keys, said = _with_cutting(metadata, table.shape[0])
+    notes += said
     tensors = {
         name: _tensor(part, info, layout) for part in parts for name, info in part.tensors.items()
     }
@@ -44,7 +50,7 @@ def open_gguf(path: Path, group_size: int, i2_s: str | None = None) -> SourceMod
         architecture=architecture,
         config=config,
         tensors=tensors,
-        extras=tokenizer_files(metadata, str(path)),
+        extras=tokenizer_files(tokenizer_keys, str(path)),
         warnings=(*warnings, *notes),
     )
 
@@ -64,6 +70,15 @@ def _i2_s_layout(parts: list[GGUFFile], chosen: str | None) -> tuple[str, list[s
         )
     note = f"{where}: I2_S tensors are read in blocks of 128, as published files have them"
     return USUAL_LAYOUT, [note]
+
+
+def _with_cutting(metadata: Mapping[str, Any], vocab: int) -> tuple[Mapping[str, Any], list[str]]:
+    """The metadata, with the key that bitnet.cpp leaves out of models with Llama 3's vocabulary."""
+    known = metadata["general.architecture"] not in OF_BITNET_CPP or vocab != LLAMA3_VOCAB
+    if known or metadata.get(CUTTING, "default") != "default":
+        return metadata, []
+    note = f"{CUTTING} is not in the file: text is cut as Llama 3 does, whose vocabulary it has"
+    return {**metadata, CUTTING: "llama-bpe"}, [note]
 
 
 def _tensor(file: GGUFFile, info: TensorInfo, layout: str) -> SourceTensor:

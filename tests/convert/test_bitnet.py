@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 
 import gguf_writer as gguf
@@ -161,6 +162,30 @@ def test_gguf_and_hugging_face_give_the_same_checkpoint(
          "have, is used"] if guessed else []
     )  # fmt: skip
     assert not any("metadata key" in text for text in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vocab", "assumed"),
+    [("bitnet-b1.58", 128256, True), ("bitnet-b1.58", 320, False), ("bitnet", 128256, False)],
+)
+def test_files_of_bitnet_cpp_lack_the_cutting_of_their_vocabulary(
+    tmp_path, architecture, vocab, assumed
+):
+    """Its converters do not write tokenizer.ggml.pre, and the default is not that of Llama 3."""
+    spec = hf.Tiny("bitnet", layers=1, hidden=32, ffn=32, heads=1, kv_heads=1, head_dim=32,
+                   vocab=vocab, tied=True)  # fmt: skip
+    values = {
+        key.replace("bitnet.", f"{architecture}.", 1) if key.startswith("bitnet.") else key: item
+        for key, item in tiny_gguf.metadata(spec).items()
+    }
+    values["general.architecture"] = architecture
+    del values["tokenizer.ggml.pre"]
+    path = gguf.write(tmp_path / "m.gguf", values, tiny_gguf.tensors(spec, hf.weights(spec), "F16"))
+    report = convert(path, tmp_path / "out")
+    words = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    llama3 = r"\p{N}{1,3}" in json.dumps(words["pre_tokenizer"]).replace("\\\\", "\\")
+    assert llama3 is assumed
+    assert any("cut as Llama 3" in text for text in report.warnings) is assumed
 
 
 def test_linear_scaling_by_one_is_no_scaling(tmp_path):
