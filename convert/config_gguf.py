@@ -14,6 +14,7 @@ import numpy as np
 
 from bonsai.config import Fields
 from bonsai.convert.config_hf import MAX_LAYERS, check_heads
+from bonsai.convert.config_qwen35 import read_gguf_gdn, read_gguf_rope
 from bonsai.errors import UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "read_gguf_config"]
@@ -23,6 +24,7 @@ ARCHITECTURES = {
     "bitnet": "bitnet",
     "llama": "llama",
     "qwen3": "qwen3",
+    "qwen35": "qwen35",
     "bitnet-25": "bitnet",
     "bitnet-b1.58": "bitnet",
 }
@@ -30,8 +32,8 @@ ARCHITECTURES = {
 BITNET_2B_4T = (2560, 6912, 30)
 # Keys in these namespaces describe a file and cannot change the maths.
 DESCRIPTIVE = ("general", "tokenizer", "quantize")
-# A transform of the weights that a reader must undo; not one that we know how to undo here.
-TRANSFORMS = ("prism",)
+# Names of this space say that weights are transformed. What `hadamard` reads is allowed for:
+TRANSFORMS, FOLDED = ("prism",), ("qwen35",)
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -51,7 +53,13 @@ def read_gguf_config(
     fields = Fields(keys, f"{where}: {architecture}")
     config = _read_sizes(fields, vocab)
     config["activation"] = _read_activation(fields, architecture, config, warnings)
-    config["rope"] = _read_rope(fields, config, warnings)
+    if architecture == "qwen35":
+        config["layers"] -= fields.take(int, "nextn_predict_layers", 0)  # what drafts tokens
+        theta = _short(fields.take(float, "rope.freq_base"))
+        config["rope"] = read_gguf_rope(fields, theta, config["head_dim"])
+        config |= read_gguf_gdn(fields, config["layers"])
+    else:
+        config["rope"] = _read_rope(fields, config, warnings)
     _refuse_unsupported(fields)
     fields.finish()
     config["eos"] = _end_tokens(metadata, where)
@@ -66,6 +74,8 @@ def _check_namespaces(metadata: Mapping[str, Any], architecture: str, where: str
     warnings, known = [], (*DESCRIPTIVE, "split")
     for key in metadata:
         space = key.split(".")[0]
+        if key.startswith("prism.hadamard.") and architecture in FOLDED:
+            continue
         if space in TRANSFORMS:
             raise UnsupportedModel(
                 f"{where}: {key}: the weights are in a transformed basis that is not supported"

@@ -127,7 +127,8 @@ def encode_matrix(
     Tries one method after another: each either fits all rows or gives up at the first that it does
     not fit. The last one always fits.
     """
-    wanted = options.quant is not None and (role == "linear" or (options.tables and role == "table"))
+    roles = ("linear", "table") if options.tables else ("linear",)
+    wanted = options.quant is not None and role in roles
     if wanted:
         tensor = tensor.otherwise or tensor
     try:

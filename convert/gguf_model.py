@@ -12,7 +12,9 @@ from bonsai.convert.config_gguf import read_gguf_config
 from bonsai.convert.gguf import GGUFFile, TensorInfo
 from bonsai.convert.gguf_parts import read_parts
 from bonsai.convert.gguf_tokenizer import tokenizer_files
+from bonsai.convert.hadamard import read_gguf_fold
 from bonsai.convert.i2_s import i2_s_tensor
+from bonsai.convert.qwen35 import from_gguf
 from bonsai.convert.source import Rows, SourceModel, SourceTensor
 from bonsai.errors import ConversionError, UnsupportedModel
 from bonsai.matrix import Matrix
@@ -43,6 +45,11 @@ def open_gguf(path: Path, group_size: int, i2_s: str | None = None) -> SourceMod
     tensors = {
         name: _tensor(part, info, layout) for part in parts for name, info in part.tensors.items()
     }
+    if architecture == "qwen35":
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        fold = read_gguf_fold(metadata, shapes, str(path))
+        tensors, left_out = from_gguf(tensors, config, fold)
+        notes += left_out
     return SourceModel(
         kind="gguf",
         path=path,

@@ -21,9 +21,11 @@ __all__ = ["RECIPES", "Ignored", "Line", "Recipe", "Step", "match", "recipe", "s
 class Line:
     """Tensor `name` is the source's tensor `source`; `{i}` is each layer.
 
-    `role` says how it may be stored: "linear", "table" (embedding and head) or "vector" (float32).
+    `role` says how it may be stored: "linear", "gate" (small, never quantized), "table" (embedding
+    and head) or "vector" (float32).
     `op` is "copy", or "half-split q" / "half-split k": rows of heads whose rotary pairs are
-    interleaved (2 i, 2 i + 1) are put in the order (i, i + head_dim / 2).
+    interleaved (2 i, 2 i + 1) are put in the order (i, i + head_dim / 2). `only`: in layers of this
+    kind.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Line:
     shape: tuple[str, ...]
     op: str = "copy"
     optional: bool = False
+    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,34 @@ _SUB_NORMS = (
     (_BLOCK + "attn.sub_norm", "vector", ("q",)),
     (_BLOCK + "ffn.sub_norm", "vector", ("ffn",)),
 )
+_GATED_ATTENTION = (
+    (_BLOCK + "attn.q", "linear", ("gated_q", "hidden")),
+    (_BLOCK + "attn.k", "linear", ("kv", "hidden")),
+    (_BLOCK + "attn.v", "linear", ("kv", "hidden")),
+    (_BLOCK + "attn.out", "linear", ("hidden", "q")),
+    *_HEAD_NORMS,
+)
+_DELTA = (
+    (_BLOCK + "gdn.qkv", "linear", ("channels", "hidden")),
+    (_BLOCK + "gdn.z", "linear", ("values", "hidden")),
+    (_BLOCK + "gdn.a", "gate", ("value_heads", "hidden")),
+    (_BLOCK + "gdn.b", "gate", ("value_heads", "hidden")),
+    (_BLOCK + "gdn.conv", "vector", ("channels", "taps")),
+    (_BLOCK + "gdn.a_log", "vector", ("value_heads",)),
+    (_BLOCK + "gdn.dt_bias", "vector", ("value_heads",)),
+    (_BLOCK + "gdn.norm", "vector", ("value_dim",)),
+    (_BLOCK + "gdn.out", "linear", ("hidden", "values")),
+)
+_MIXERS = (_BLOCK + "attn.", _BLOCK + "gdn.")
 _TENSORS = {
     "bitnet": _DENSE_TRANSFORMER + _SUB_NORMS,
     "llama": _DENSE_TRANSFORMER,
     "qwen3": _DENSE_TRANSFORMER + _HEAD_NORMS,
+    "qwen35": (
+        *(line for line in _DENSE_TRANSFORMER if not line[0].startswith(_MIXERS)),
+        *_GATED_ATTENTION,
+        *_DELTA,
+    ),
 }
 
 _GGUF_NAMES = {
@@ -108,6 +135,19 @@ _GGUF_NAMES = {
     _BLOCK + "ffn.up": "blk.{i}.ffn_up.weight",
     _BLOCK + "ffn.down": "blk.{i}.ffn_down.weight",
 }
+_GGUF_QWEN35_NAMES = {
+    **_GGUF_NAMES,
+    _BLOCK + "ffn_norm": "blk.{i}.post_attention_norm.weight",
+    _BLOCK + "gdn.qkv": "blk.{i}.attn_qkv.weight",
+    _BLOCK + "gdn.z": "blk.{i}.attn_gate.weight",
+    _BLOCK + "gdn.a": "blk.{i}.ssm_alpha.weight",
+    _BLOCK + "gdn.b": "blk.{i}.ssm_beta.weight",
+    _BLOCK + "gdn.conv": "blk.{i}.ssm_conv1d.weight",
+    _BLOCK + "gdn.a_log": "blk.{i}.ssm_a",
+    _BLOCK + "gdn.dt_bias": "blk.{i}.ssm_dt.bias",
+    _BLOCK + "gdn.norm": "blk.{i}.ssm_norm.weight",
+    _BLOCK + "gdn.out": "blk.{i}.ssm_out.weight",
+}
 _HF_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -120,6 +160,15 @@ _HF_NAMES = {
     _BLOCK + "attn.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
     _BLOCK + "attn.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
     _BLOCK + "attn.sub_norm": "model.layers.{i}.self_attn.attn_sub_norm.weight",
+    _BLOCK + "gdn.qkv": "model.layers.{i}.linear_attn.in_proj_qkv.weight",
+    _BLOCK + "gdn.z": "model.layers.{i}.linear_attn.in_proj_z.weight",
+    _BLOCK + "gdn.a": "model.layers.{i}.linear_attn.in_proj_a.weight",
+    _BLOCK + "gdn.b": "model.layers.{i}.linear_attn.in_proj_b.weight",
+    _BLOCK + "gdn.conv": "model.layers.{i}.linear_attn.conv1d.weight",
+    _BLOCK + "gdn.a_log": "model.layers.{i}.linear_attn.A_log",
+    _BLOCK + "gdn.dt_bias": "model.layers.{i}.linear_attn.dt_bias",
+    _BLOCK + "gdn.norm": "model.layers.{i}.linear_attn.norm.weight",
+    _BLOCK + "gdn.out": "model.layers.{i}.linear_attn.out_proj.weight",
     _BLOCK + "ffn_norm": "model.layers.{i}.post_attention_layernorm.weight",
     _BLOCK + "ffn.sub_norm": "model.layers.{i}.mlp.ffn_sub_norm.weight",
     _BLOCK + "ffn.gate": "model.layers.{i}.mlp.gate_proj.weight",
@@ -160,10 +209,17 @@ def _recipe(
             shape,
             (ops or {}).get(name, "copy"),
             optional=name == "head",
+            only=_only(architecture, name),
         )
         for name, role, shape in _TENSORS[architecture]
     )
     return Recipe(tuple(lines), ignored)
+
+
+def _only(architecture: str, name: str) -> str | None:
+    if architecture != "qwen35" or not name.startswith(_MIXERS):
+        return None
+    return "attention" if name.startswith(_MIXERS[0]) else "delta"
 
 
 RECIPES: dict[tuple[str, str], Recipe] = {
@@ -172,6 +228,9 @@ RECIPES: dict[tuple[str, str], Recipe] = {
     ("bitnet", "bonsai"): _recipe("bitnet", None),
     ("llama", "gguf"): _recipe("llama", _GGUF_NAMES, _GGUF_IGNORED, _GGUF_LLAMA_OPS),
     ("qwen3", "gguf"): _recipe("qwen3", _GGUF_NAMES, _GGUF_IGNORED),
+    ("qwen35", "gguf"): _recipe("qwen35", _GGUF_QWEN35_NAMES, _GGUF_IGNORED),
+    ("qwen35", "huggingface"): _recipe("qwen35", _HF_NAMES, _HF_IGNORED),
+    ("qwen35", "bonsai"): _recipe("qwen35", None),
     ("llama", "huggingface"): _recipe("llama", _HF_NAMES, _HF_IGNORED),
     ("qwen3", "huggingface"): _recipe("qwen3", _HF_NAMES, _HF_IGNORED),
     ("llama", "bonsai"): _recipe("llama", None),
@@ -202,7 +261,7 @@ def match(
     steps, missing = [], []
     for line in recipe.lines:
         shape = tuple(sizes[size] for size in line.shape)
-        for i in range(config["layers"]) if "{i}" in line.source else (0,):
+        for i in _layers(line, config):
             source = line.source.format(i=i)
             if source in left:
                 del left[source]
@@ -232,16 +291,32 @@ def source_rows(op: str, config: Mapping, rows: int) -> np.ndarray | None:
     return np.ascontiguousarray(order.swapaxes(1, 2)).reshape(-1)
 
 
+def _layers(line: Line, config: Mapping) -> Iterable[int]:
+    if "{i}" not in line.source:
+        return (0,)
+    layers = range(config["layers"])
+    return layers if line.only is None else [i for i in layers if config["kinds"][i] == line.only]
+
+
 def _sizes(config: Mapping) -> dict[str, int]:
     head_dim = config["head_dim"]
-    return {
+    q = config["heads"] * head_dim
+    sizes = {
         "vocab": config["vocab"],
         "hidden": config["hidden"],
         "ffn": config["ffn"],
         "head_dim": head_dim,
-        "q": config["heads"] * head_dim,
+        "q": q,
+        "gated_q": 2 * q,
         "kv": config["kv_heads"] * head_dim,
     }
+    if "gdn" in config:
+        gdn = config["gdn"]
+        values = gdn["value_heads"] * gdn["value_dim"]
+        channels = 2 * gdn["key_heads"] * gdn["key_dim"] + values
+        sizes |= {"values": values, "channels": channels, "value_heads": gdn["value_heads"]}
+        sizes |= {"value_dim": gdn["value_dim"], "taps": gdn["taps"]}
+    return sizes
 
 
 def _matches(rule: Ignored, name: str) -> bool:

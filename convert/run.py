@@ -15,6 +15,7 @@ from typing import Any
 
 from bonsai.convert.encode import Options, encode_matrix, read_vector
 from bonsai.convert.gguf_model import open_gguf
+from bonsai.convert.hadamard import proof_of
 from bonsai.convert.huggingface import open_huggingface
 from bonsai.convert.i2_s import LAYOUTS
 from bonsai.convert.own import open_own
@@ -92,8 +93,12 @@ def _carry_out(
     for name, data in model.extras.items():
         writer.file(name, data)
     reports, fallbacks = _write_tensors(writer, plan, options, strict, progress)
-    if options.quant is None and model.proof is not None:
-        writer.proof(*model.proof)
+    if options.quant is None:
+        sources = {step.name: model.tensors[step.source] for step in plan.steps}
+        made_here = model.kind == "bonsai"  # a checkpoint keeps its own proof, or has none
+        proof = model.proof if made_here else proof_of(sources, reports)
+        if proof is not None:
+            writer.proof(*proof)
     target = writer.finish(
         architecture=model.architecture,
         config=plan.config,
@@ -147,7 +152,7 @@ def _write_tensor(
     """Write one tensor; returns its report and, if it is not stored as asked, a sentence."""
     tensor = plan.model.tensors[step.source]
     if step.role == "vector":
-        values = read_vector(step.name, tensor)
+        values = read_vector(step.name, tensor).reshape(step.shape)
         writer.vector(step.name, values)
         report = TensorReport(step.name, tensor.label, "f32", None, step.shape, values.nbytes)
         return report, None

@@ -36,13 +36,13 @@ def value(item: Any) -> tuple[int, bytes]:
     if isinstance(item, bool):
         return 7, struct.pack("<?", item)
     if isinstance(item, int):
-        return 4, struct.pack("<I", item)
+        return (4, struct.pack("<I", item)) if item >= 0 else (5, struct.pack("<i", item))
     if isinstance(item, float):
         return 6, struct.pack("<f", item)
     if isinstance(item, str):
         return 8, string(item)
     kinds = {value(entry)[0] for entry in item}
-    (kind,) = kinds or {8}
+    (kind,) = ({5} if 5 in kinds else kinds) or {8}  # one negative number makes all of them int32
     return 9, struct.pack("<IQ", kind, len(item)) + b"".join(value(entry)[1] for entry in item)
 
 

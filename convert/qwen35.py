@@ -1,0 +1,143 @@
+"""The tensors of Qwen3.5 models as we keep them: order of heads, decays, norms, folds.
+
+Knows the conventions of each source. Does not know files: it wraps what `SourceTensor`s read.
+
+We keep value heads grouped (those that share a key head side by side), A_log raw, norms ready to
+multiply and convolutions as [channels, taps].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bonsai.convert.hadamard import Fold
+from bonsai.convert.source import Rows, SourceTensor
+from bonsai.errors import ConversionError, UnsupportedModel
+from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix
+
+__all__ = ["from_gguf"]
+
+Change = Callable[[Matrix], Matrix]
+PART = re.compile(r"blk\.(\d+)\.([a-z0-9_.]+)")
+
+
+def from_gguf(
+    tensors: Mapping[str, SourceTensor], config: Mapping[str, Any], fold: Fold | None
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """The tensors of a GGUF file as we keep them, and what to say about those left out.
+
+    Value head j of ours is head (j % s) * key_heads + j // s of the file, s heads to a key head:
+    the files are tiled, so that head i reads key head i % key_heads.
+    """
+    found, drafting = {}, 0
+    for name, tensor in tensors.items():
+        match = PART.fullmatch(name)
+        if match and int(match[1]) >= config["layers"]:
+            drafting += 1
+            continue
+        if match:
+            tensor = _untiled(tensor, match[2], config["gdn"], fold)
+        if fold is not None and name in fold.names:
+            tensor = _folded(tensor, fold)
+        found[name] = tensor
+    notes = [f"{drafting} tensors that draft tokens are left out"] if drafting else []
+    return found, notes
+
+
+def _untiled(
+    tensor: SourceTensor, part: str, gdn: Mapping[str, int], fold: Fold | None
+) -> SourceTensor:
+    share, width = gdn["value_heads"] // gdn["key_heads"], gdn["value_dim"]
+    heads = np.arange(gdn["value_heads"]).reshape(share, gdn["key_heads"]).T.reshape(-1)
+    keys = 2 * gdn["key_heads"] * gdn["key_dim"]
+    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        return _with_rows(tensor, np.r_[np.arange(keys), keys + _spread(heads, width)])
+    if part == "attn_gate.weight":
+        return _with_rows(tensor, _spread(heads, width))
+    if part in ("ssm_alpha.weight", "ssm_beta.weight"):
+        return _with_rows(tensor, heads)
+    if part == "ssm_dt.bias":
+        return _changed(tensor, lambda block: _with_columns(block, heads))
+    if part == "ssm_a":
+        return _changed(tensor, lambda block: _logs(_with_columns(block, heads)))
+    if part != "ssm_out.weight" or (fold is not None and _is_grouped(fold, tensor.name, share)):
+        return tensor
+    return _changed(tensor, lambda block: _with_columns(block, heads))
+
+
+def _is_grouped(fold: Fold, name: str, share: int) -> bool:
+    """Whether the columns are in our order. Tiled ones that are folded cannot be put into it."""
+    if name not in fold.names:
+        return False
+    if not fold.grouped and share > 1:
+        raise UnsupportedModel(
+            f"{name}: it is folded over tiled heads (prism.hadamard.gdn_v_grouped is not true), "
+            "which is not supported"
+        )
+    return True
+
+
+def _folded(tensor: SourceTensor, fold: Fold) -> SourceTensor:
+    transform = fold.transforms[tensor.shape[-1]]
+    return _changed(tensor, lambda block: replace(block, transform=transform))
+
+
+def _spread(heads: np.ndarray, width: int) -> np.ndarray:
+    """The rows of heads in this order, each of `width` rows."""
+    return (heads[:, None] * width + np.arange(width)).reshape(-1)
+
+
+def _with_rows(tensor: SourceTensor, order: np.ndarray) -> SourceTensor:
+    """Row i is row order[i] of the source. A shape that is not the config's is left for later."""
+    if len(order) != tensor.shape[0]:
+        return tensor
+
+    def read(rows: Rows) -> Matrix:
+        return tensor.read(order[rows])
+
+    other = None if tensor.otherwise is None else _with_rows(tensor.otherwise, order)
+    return replace(tensor, read=read, otherwise=other)
+
+
+def _changed(tensor: SourceTensor, change: Change) -> SourceTensor:
+    def read(rows: Rows) -> Matrix:
+        return change(tensor.read(rows))
+
+    other = None if tensor.otherwise is None else _changed(tensor.otherwise, change)
+    return replace(tensor, read=read, otherwise=other)
+
+
+def _with_columns(block: Matrix, heads: np.ndarray) -> Matrix:
+    """The columns of heads in this order; packed codes move in whole groups."""
+    if block.shape[1] % len(heads):
+        return block  # its shape is refused later
+    width = block.shape[1] // len(heads)
+
+    def moved(plane: np.ndarray) -> np.ndarray:
+        parts = plane.reshape(len(plane), len(heads), -1)[:, heads]
+        return np.ascontiguousarray(parts).reshape(plane.shape)
+
+    if isinstance(block, DenseMatrix):
+        return replace(block, values=moved(block.values))
+    if width % block.group:
+        raise UnsupportedModel(
+            f"{block.name}: heads of {width} columns do not hold whole groups of {block.group}",
+            hint="convert the model from its Hugging Face folder",
+        )
+    assert isinstance(block, PackedMatrix)
+    biases = None if block.biases is None else moved(block.biases)
+    return replace(block, codes=moved(block.codes), scales=moved(block.scales), biases=biases)
+
+
+def _logs(block: Matrix) -> Matrix:
+    """The file has -exp(A_log)."""
+    values = block.rows()
+    if not (values < 0).all():
+        raise ConversionError(f"{block.name}: has values that are not below 0, so it is no -exp(A)")
+    logs = np.log(-values.astype(np.float64)).astype(np.float32)
+    return DenseMatrix(block.name, "f32", block.shape, logs)
