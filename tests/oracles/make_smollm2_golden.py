@@ -2,9 +2,9 @@
 
     python tests/oracles/make_smollm2_golden.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-transformers dequantizes the GGUF to float32 by its own code and generates greedily, past the end token,
-so that every prompt has 64 ids to compare. The long prompt is from the Jargon File 4.4.7, which is in
-the public domain. Needs the `oracles` extra; takes about two minutes on two cores.
+transformers dequantizes the GGUF to float32 by its own code and generates greedily, past the end
+token, so that every prompt has 64 ids to compare. The long prompt is from the Jargon File 4.4.7,
+which is in the public domain. Needs the `oracles` extra; takes about two minutes on two cores.
 """
 
 from __future__ import annotations
