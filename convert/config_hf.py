@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bonsai.config import Fields
+from bonsai.convert.config_qwen35 import HF_TYPES, read_hf_gdn, read_hf_rope
 from bonsai.convert.quantization import Quantization, read_quantization
 from bonsai.errors import UnsupportedModel
 
@@ -21,6 +22,7 @@ ARCHITECTURES = {
     "bitnet": "BitNetForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **dict.fromkeys(HF_TYPES, "Qwen3_5ForCausalLM"),
 }
 DEFAULT_THETA = {"bitnet": 500000.0}  # of a config without the key; 10000 for the others
 ACTIVATIONS = {"bitnet": ("relu2", "silu")}  # the first is what a config without the key means
@@ -90,14 +92,19 @@ def read_hf_config(
     quantization = read_quantization(fields)
     config = _read_sizes(fields, architecture)
     config["activation"] = _read_activation(fields, architecture)
-    usual = DEFAULT_THETA.get(architecture, 10000.0)
-    config["rope"] = _read_rope(fields, config, usual, warnings)
+    if architecture in HF_TYPES:
+        config["rope"] = read_hf_rope(fields, _nested_rope(fields), config["head_dim"])
+        config |= read_hf_gdn(fields, config["layers"])
+    else:
+        usual = DEFAULT_THETA.get(architecture, 10000.0)
+        config["rope"] = _read_rope(fields, config, usual, warnings)
     config["tied"] = fields.take(bool, "tie_word_embeddings", False)
     config["eos"] = _end_tokens(fields)
     _refuse_unsupported(fields, architecture)
     fields.ignore(*IGNORED)
     fields.finish()
-    return architecture, config, quantization, warnings
+    ours = "qwen35" if architecture in HF_TYPES else architecture
+    return ours, config, quantization, warnings
 
 
 def _of_the_text(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -131,8 +138,9 @@ def check_heads(config: Mapping[str, Any], where: str) -> None:
 def _read_sizes(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden = fields.take_size("hidden_size")
     heads = fields.take_size("num_attention_heads", 1 << 16)
-    # Qwen3's own default is 128, whatever the other widths are.
-    usual = 128 if architecture == "qwen3" else hidden // heads
+    # Qwen's own defaults, whatever the other widths are.
+    own = {"qwen3": 128, **dict.fromkeys(HF_TYPES, 256)}
+    usual = own.get(architecture, hidden // heads)
     config = {
         "layers": fields.take_size("num_hidden_layers", MAX_LAYERS),
         "hidden": hidden,

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from bonsai.convert.config_hf import read_hf_config
+from bonsai.convert.config_qwen35 import split_pack
 from bonsai.convert.encode import row_blocks
 from bonsai.convert.hf_tensors import DENSE_DTYPES, WEIGHT, matrix_of
 from bonsai.convert.mlx import mlx_tensor
 from bonsai.convert.quantization import Quantization
+from bonsai.convert.qwen35 import from_huggingface
 from bonsai.convert.source import (
     Rows,
     SourceModel,
@@ -56,6 +58,7 @@ def open_huggingface(path: Path, group_size: int) -> SourceModel:
     """Open and check a folder; config.json first, so that an unsupported model fails early."""
     config_path = child(path, "config.json", str(path))
     raw = parse_object(read_small(config_path), str(config_path))
+    raw, pack, first = split_pack(raw, str(config_path))
     architecture, config, quantization, warnings = read_hf_config(raw, str(config_path))
     extras = _extras(path)
     shards = ShardedTensors(path)
@@ -64,6 +67,10 @@ def open_huggingface(path: Path, group_size: int) -> SourceModel:
         names[tensor.name]: tensor
         for tensor in _tensors(shards, list(names), quantization, group_size)
     }
+    if architecture == "qwen35":
+        is_mlx = quantization.method == "mlx"
+        tensors, left_out = from_huggingface(tensors, config, pack, str(path), is_mlx)
+        notes += left_out
     return SourceModel(
         kind="huggingface",
         path=path,
@@ -72,7 +79,7 @@ def open_huggingface(path: Path, group_size: int) -> SourceModel:
         config=config,
         tensors=tensors,
         extras=extras,
-        warnings=(*warnings, *notes),
+        warnings=(*first, *warnings, *notes),
     )
 
 

@@ -15,15 +15,24 @@ from typing import Any
 
 import numpy as np
 
+from bonsai.convert.config_qwen35 import Pack
 from bonsai.convert.hadamard import Fold
 from bonsai.convert.source import Rows, SourceTensor
 from bonsai.errors import ConversionError, UnsupportedModel
-from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix
+from bonsai.matrix import DenseMatrix, Matrix, PackedMatrix, SignedHadamard
 
-__all__ = ["from_gguf"]
+__all__ = ["from_gguf", "from_huggingface"]
 
 Change = Callable[[Matrix], Matrix]
 PART = re.compile(r"blk\.(\d+)\.([a-z0-9_.]+)")
+# Norms that Hugging Face stores as the gain minus one; that of the delta nets is not among them.
+CENTRED = re.compile(
+    r"model\.(norm|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm))"
+    r"\.weight"
+)
+CONV = ".linear_attn.conv1d.weight"
+DRAFTING = "mtp."
+SIGNS = ".signs"
 
 
 def from_gguf(
@@ -47,6 +56,90 @@ def from_gguf(
         found[name] = tensor
     notes = [f"{drafting} tensors that draft tokens are left out"] if drafting else []
     return found, notes
+
+
+def from_huggingface(
+    tensors: Mapping[str, SourceTensor],
+    config: Mapping[str, Any],
+    pack: Pack | None,
+    where: str,
+    mlx: bool,
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """The tensors of a folder as we keep them, and what to say about those left out.
+
+    Convolutions are [channels, 1, taps] in models of transformers, whose norms are centred on zero,
+    and [channels, taps, 1] in those that MLX has converted, whose norms are ready to multiply. That
+    difference, and not the values of norms or which other tensors there are, decides about both.
+    `mlx` decides where there is no convolution.
+    """
+    channels, taps = _channels(config), config["gdn"]["taps"]
+    found = {name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFTING)}
+    shapes = {tensor.shape for name, tensor in found.items() if name.endswith(CONV)}
+    if not shapes <= {(channels, 1, taps)} and not shapes <= {(channels, taps, 1)}:
+        raise ConversionError(
+            f"{where}: convolutions are {sorted(shapes)[:3]}, expected all of "
+            f"{(channels, 1, taps)} or all of {(channels, taps, 1)}"
+        )
+    centred = (channels, 1, taps) in shapes if shapes else not mlx
+    for name, tensor in found.items():
+        if name.endswith(CONV):
+            found[name] = _flat(tensor, (channels, taps))
+        elif centred and CENTRED.fullmatch(name):
+            found[name] = _changed(tensor, _plus_one)
+    if pack is not None:
+        found = _unpacked(found, pack, where)
+    drafting = sum(name.startswith(DRAFTING) for name in tensors)
+    return found, [f"{drafting} tensors that draft tokens are left out"] if drafting else []
+
+
+def _channels(config: Mapping[str, Any]) -> int:
+    gdn = config["gdn"]
+    keys, values = gdn["key_heads"] * gdn["key_dim"], gdn["value_heads"] * gdn["value_dim"]
+    return int(2 * keys + values)
+
+
+def _flat(tensor: SourceTensor, shape: tuple[int, int]) -> SourceTensor:
+    """A convolution as [channels, taps]; it is read whole."""
+
+    def read(rows: Rows) -> Matrix:
+        values = tensor.read(slice(None)).rows().reshape(shape)[rows]
+        return DenseMatrix(tensor.name, "f32", values.shape, values)
+
+    return replace(tensor, shape=shape, read=read)
+
+
+def _plus_one(block: Matrix) -> Matrix:
+    values = block.rows() + np.float32(1)
+    return DenseMatrix(block.name, "f32", block.shape, values)
+
+
+def _unpacked(
+    tensors: Mapping[str, SourceTensor], pack: Pack, where: str
+) -> dict[str, SourceTensor]:
+    """The tensors of a folded pack: the signs of each module go into its matrix."""
+    found = dict(tensors)
+    known: dict[int, SignedHadamard] = {}
+    for module in pack.modules:
+        weight, signs = found.get(f"{module}.weight"), found.pop(module + SIGNS, None)
+        if weight is None or signs is None or weight.shape[-1:] != signs.shape:
+            raise ConversionError(
+                f"{where}: the folded module {module} needs a weight and one sign for each column",
+                hint="the config and the tensors come from different models",
+            )
+        width = weight.shape[-1]
+        values = signs.read(slice(None)).rows().reshape(-1)
+        if not (np.abs(values) == 1).all() or width % pack.block:
+            raise ConversionError(
+                f"{where}: {module}: its signs are not all -1 or 1, or its {width} columns are not "
+                f"whole blocks of {pack.block}"
+            )
+        transform = SignedHadamard(pack.block, values.astype(np.int8))
+        if not np.array_equal(known.setdefault(width, transform).signs, transform.signs):
+            raise UnsupportedModel(
+                f"{where}: {module} has other signs than the modules before it with {width} columns"
+            )
+        found[f"{module}.weight"] = _transformed(weight, known[width])
+    return found
 
 
 def _untiled(
@@ -83,7 +176,10 @@ def _is_grouped(fold: Fold, name: str, share: int) -> bool:
 
 
 def _folded(tensor: SourceTensor, fold: Fold) -> SourceTensor:
-    transform = fold.transforms[tensor.shape[-1]]
+    return _transformed(tensor, fold.transforms[tensor.shape[-1]])
+
+
+def _transformed(tensor: SourceTensor, transform: SignedHadamard) -> SourceTensor:
     return _changed(tensor, lambda block: replace(block, transform=transform))
 
 

@@ -36,17 +36,17 @@ BARE = ("A_log", "dt_bias")
 
 def hf_tensors(made: tiny.Weights) -> dict[str, np.ndarray]:
     """Every tensor in float32, by its name in a Qwen3_5ForCausalLM."""
-    found = {_hf_name(name): dense.dequantized(m) for name, m in made.matrices.items()}
+    found = {hf_name(name): dense.dequantized(m) for name, m in made.matrices.items()}
     for name, values in made.vectors.items():
         centred = name.split(".", 2)[-1] in CENTRED
-        found[_hf_name(name)] = values.astype(np.float64) - centred
+        found[hf_name(name)] = values.astype(np.float64) - centred
     for name in found:
         if name.endswith("conv1d.weight"):
             found[name] = found[name][:, None, :]
     return {name: values.astype(np.float32) for name, values in found.items()}
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
     ends = {"embedding": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
     if name in ends:
         return f"{ends[name]}.weight"
