@@ -21,8 +21,8 @@ from bonsai.errors import BonsaiError
 __all__ = ["VERBS", "cli", "main"]
 
 VERBS = (
-    "generate", "chat", "convert", "inspect", "verify", "bench", "ppl", "compare", "models",
-    "doctor",
+    "generate", "chat", "convert", "export", "inspect", "verify", "bench", "ppl", "compare",
+    "models", "doctor",
 )  # fmt: skip
 OWN_FLAGS = ("-h", "--help", "--version")
 QUIET_OR_VERBOSE = ("-q", "--quiet", "-v", "--verbose")
