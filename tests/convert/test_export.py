@@ -44,7 +44,10 @@ def tokenizer_files(**parts) -> dict[str, bytes]:
     steps = {"type": "Sequence", "pretokenizers": [SPLIT, {**LEVEL, "use_regex": False}]}
     pieces = {"normalizer": {"type": "NFC"}, "pre_tokenizer": steps, **parts}
     document = vocab.byte_level(WORDS, SPECIALS, **pieces)
-    config = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    pad = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True, **flags}
+    config = {"eos_token": "<|im_end|>", "pad_token": pad}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     generation = {"eos_token_id": [id_of(document, s) for s in ("<|im_end|>", "<|endoftext|>")]}
     return {
         "tokenizer.json": json.dumps(document).encode(),
