@@ -170,20 +170,23 @@ def split_pack(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Pack
 def _read_modules(found: Any, where: str) -> Pack:
     if not isinstance(found, list) or not found:
         raise UnsupportedModel(f"{where}: expected a list of the folded modules")
-    paths, blocks = [], set()
+    blocks: dict[str, int] = {}
     for i, entry in enumerate(found):
         fields = Fields(entry, f"{where}: {i}")
-        path, block = fields.take(str, "path"), fields.take_size("block", 1 << 17)
+        path, block = fields.take(str, "path"), fields.take(int, "block")
         looked_up = fields.take(bool, "embedding", False)
         fields.require("dtype", "float16", "bfloat16", "float32")  # of the activations
         fields.finish()
-        if looked_up != path.endswith("embed_tokens") or block & (block - 1):
-            raise UnsupportedModel(f"{fields.where}: {path}: embedding {looked_up}, block {block}")
-        paths.append(path)
-        blocks.add(block)
-    if len(blocks) > 1 or len(set(paths)) != len(paths):
-        raise UnsupportedModel(f"{where}: blocks of {sorted(blocks)}, or a module given twice")
-    return Pack(blocks.pop(), tuple(paths))
+        good = 0 <= block < 1 << 17 and not block & (block - 1)
+        if looked_up != path.endswith("embed_tokens") or not good or path in blocks:
+            raise UnsupportedModel(
+                f"{fields.where}: {path}: embedding {looked_up}, block {block}, or named twice"
+            )
+        blocks[path] = block
+    folded = {path: block for path, block in blocks.items() if block}  # 0: packed, not folded
+    if len(set(folded.values())) > 1:
+        raise UnsupportedModel(f"{where}: blocks of {sorted(set(folded.values()))}, expected one")
+    return Pack(max(blocks.values()), tuple(folded))
 
 
 def _kinds(layers: int, interval: int) -> list[str]:

@@ -1,10 +1,15 @@
-"""Tiny "qwen35" models under the names and conventions of Hugging Face."""
+"""Tiny "qwen35" models under the names and conventions of Hugging Face and of MLX packs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import dense
 import numpy as np
 import tiny
+from tiny import Tiny
+
+from bonsai.matrix import PackedMatrix
 
 BLOCK = {
     "attn_norm": "input_layernorm",
@@ -86,3 +91,81 @@ def hf_config(ours: dict) -> dict:
         "linear_num_value_heads": gdn["value_heads"],
         "layer_types": [kinds[kind] for kind in ours["kinds"]],
     }
+
+
+def config(spec: Tiny, **changes: Any) -> dict[str, Any]:
+    values = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        **hf_config(tiny.config(spec)), "attn_output_gate": True, "eos_token_id": 257,
+        "mamba_ssm_dtype": "float32", "full_attention_interval": 4, "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "use_cache": True,
+        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+        "output_gate_type": "swish", "dtype": "float32",
+    }  # fmt: skip
+    values.update(changes)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def raw(spec: Tiny, made: tiny.Weights) -> dict[str, np.ndarray]:
+    """As transformers saves them."""
+    found = hf_tensors(made)
+    return found if not spec.tied else {k: v for k, v in found.items() if k != "lm_head.weight"}
+
+
+def sanitized(spec: Tiny, made: tiny.Weights) -> dict[str, np.ndarray]:
+    """As mlx-lm saves them: norms ready to multiply, convolutions [channels, taps, 1]."""
+    found = raw(spec, made)
+    for name in found:
+        if name.endswith(("layernorm.weight", "q_norm.weight", "k_norm.weight")):
+            found[name] = found[name] + np.float32(1)
+        if name == "model.norm.weight":
+            found[name] = found[name] + np.float32(1)
+        if name.endswith("conv1d.weight"):
+            found[name] = found[name].transpose(0, 2, 1)
+    return {name: np.ascontiguousarray(values) for name, values in found.items()}
+
+
+QUANTIZATION = {"group_size": 128, "bits": 2, "mode": "affine"}
+
+
+def mlx_tensors(spec: Tiny, made: tiny.Weights, prefix: str) -> dict[str, np.ndarray]:
+    """A pack of 2 bits: words of codes, scales, biases, and signs where matrices are folded."""
+    found = {}
+    for name, values in sanitized(spec, made).items():
+        matrix = next((m for n, m in made.matrices.items() if hf_name(n) == name), None)
+        module = prefix + name.removesuffix(".weight")
+        if not isinstance(matrix, PackedMatrix):
+            found[prefix + name] = values
+            continue
+        words = np.ascontiguousarray(matrix.codes).view("<u4")
+        found |= {
+            f"{module}.weight": words.reshape(len(words), -1),
+            f"{module}.scales": np.asarray(matrix.scales),
+            f"{module}.biases": -np.asarray(matrix.scales),
+        }
+        if matrix.transform is not None:
+            found[f"{module}.signs"] = matrix.transform.signs.astype(np.float32)
+    return found
+
+
+def pack_config(spec: Tiny, made: tiny.Weights, **changes: Any) -> dict[str, Any]:
+    modules = [
+        {
+            "path": hf_name(name).removesuffix(".weight"),
+            "block": spec.hadamard,
+            "embedding": name == "embedding",
+            "dtype": "float16",
+        }
+        for name, matrix in made.matrices.items()
+        if matrix.transform is not None
+    ]
+    values = {
+        "model_type": "prism_hadamard_qwen35", "schema_version": 2, "base_model_type": "qwen3_5",
+        "tensor_namespace": "mlx-vlm-qwen3_5", "gdn_activation_layout": "grouped",
+        "components": {"text": True, "vision": True, "mtp": False},
+        "requires_runtime": "runtime/artifact.py", "hadamard_config": "hadamard.json",
+        "quantization": QUANTIZATION, "tie_word_embeddings": False, "image_token_id": 5,
+        "text_config": config(spec, architectures=None), "modules": modules,
+    }  # fmt: skip
+    values.update(changes)
+    return {key: value for key, value in values.items() if value is not None}

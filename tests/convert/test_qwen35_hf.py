@@ -10,14 +10,13 @@ from typing import Any
 
 import gguf_writer as gguf
 import hf_writer as hf
-import hybrid
 import numpy as np
 import pytest
 import tiny
 import tiny_qwen35 as made_by
+from hybrid import QUANTIZATION, config, mlx_tensors, pack_config, raw, sanitized
 from numpy.testing import assert_allclose
 from test_qwen35_gguf import FAR, logits, truth
-from tiny import Tiny
 from tiny_qwen35 import SPEC
 from tolerances import EXACT, F32_MODEL
 
@@ -25,7 +24,6 @@ import bonsai.convert as convert
 from bonsai.backends.reference import BACKEND
 from bonsai.errors import BonsaiError, ConversionError, UnsupportedModel
 from bonsai.format import Checkpoint, verify
-from bonsai.matrix import PackedMatrix
 from bonsai.sampling import Sampling
 
 FOLDED = replace(SPEC, packing="t2", hadamard=64)
@@ -34,38 +32,6 @@ MTP = {
     "mtp.norm.weight": np.ones(128, np.float32),
     "mtp.layers.0.input_layernorm.weight": np.ones(128, np.float32),
 }
-
-
-def config(spec: Tiny, **changes: Any) -> dict[str, Any]:
-    values = {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
-        **hybrid.hf_config(tiny.config(spec)), "attn_output_gate": True, "eos_token_id": 257,
-        "mamba_ssm_dtype": "float32", "full_attention_interval": 4, "mlp_only_layers": [],
-        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "use_cache": True,
-        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
-        "output_gate_type": "swish", "dtype": "float32",
-    }  # fmt: skip
-    values.update(changes)
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def raw(spec: Tiny, made: tiny.Weights) -> dict[str, np.ndarray]:
-    """As transformers saves them."""
-    found = hybrid.hf_tensors(made)
-    return found if not spec.tied else {k: v for k, v in found.items() if k != "lm_head.weight"}
-
-
-def sanitized(spec: Tiny, made: tiny.Weights) -> dict[str, np.ndarray]:
-    """As mlx-lm saves them: norms ready to multiply, convolutions [channels, taps, 1]."""
-    found = raw(spec, made)
-    for name in found:
-        if name.endswith(("layernorm.weight", "q_norm.weight", "k_norm.weight")):
-            found[name] = found[name] + np.float32(1)
-        if name == "model.norm.weight":
-            found[name] = found[name] + np.float32(1)
-        if name.endswith("conv1d.weight"):
-            found[name] = found[name].transpose(0, 2, 1)
-    return {name: np.ascontiguousarray(values) for name, values in found.items()}
 
 
 def test_a_folder_of_transformers(tmp_path: Path) -> None:
@@ -132,29 +98,6 @@ def test_the_text_of_a_model_for_images(tmp_path: Path) -> None:
     assert_allclose(logits(tmp_path / "out"), truth(SPEC, made), **F32_MODEL)
 
 
-def mlx_tensors(spec: Tiny, made: tiny.Weights, prefix: str) -> dict[str, np.ndarray]:
-    """A pack of 2 bits: words of codes, scales, biases, and signs where matrices are folded."""
-    found = {}
-    for name, values in sanitized(spec, made).items():
-        matrix = next((m for n, m in made.matrices.items() if hybrid.hf_name(n) == name), None)
-        module = prefix + name.removesuffix(".weight")
-        if not isinstance(matrix, PackedMatrix):
-            found[prefix + name] = values
-            continue
-        words = np.ascontiguousarray(matrix.codes).view("<u4")
-        found |= {
-            f"{module}.weight": words.reshape(len(words), -1),
-            f"{module}.scales": np.asarray(matrix.scales),
-            f"{module}.biases": -np.asarray(matrix.scales),
-        }
-        if matrix.transform is not None:
-            found[f"{module}.signs"] = matrix.transform.signs.astype(np.float32)
-    return found
-
-
-QUANTIZATION = {"group_size": 128, "bits": 2, "mode": "affine"}
-
-
 def test_a_pack_of_two_bits(tmp_path: Path) -> None:
     spec = replace(SPEC, packing="t2")
     made = tiny.weights(spec)
@@ -168,29 +111,6 @@ def test_a_pack_of_two_bits(tmp_path: Path) -> None:
         for name, matrix in made.matrices.items():
             assert_allclose(checkpoint.matrix(name).rows(), matrix.rows(), **EXACT)
     assert_allclose(logits(tmp_path / "out"), truth(spec, made), **F32_MODEL)
-
-
-def pack_config(spec: Tiny, made: tiny.Weights, **changes: Any) -> dict[str, Any]:
-    modules = [
-        {
-            "path": hybrid.hf_name(name).removesuffix(".weight"),
-            "block": spec.hadamard,
-            "embedding": name == "embedding",
-            "dtype": "float16",
-        }
-        for name, matrix in made.matrices.items()
-        if matrix.transform is not None
-    ]
-    values = {
-        "model_type": "prism_hadamard_qwen35", "schema_version": 2, "base_model_type": "qwen3_5",
-        "tensor_namespace": "mlx-vlm-qwen3_5", "gdn_activation_layout": "grouped",
-        "components": {"text": True, "vision": True, "mtp": False},
-        "requires_runtime": "runtime/artifact.py", "hadamard_config": "hadamard.json",
-        "quantization": QUANTIZATION, "tie_word_embeddings": False, "image_token_id": 5,
-        "text_config": config(spec, architectures=None), "modules": modules,
-    }  # fmt: skip
-    values.update(changes)
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def pack(tmp_path: Path, drop: str = "", **changes: Any) -> tuple[Path, tiny.Weights]:
@@ -216,6 +136,21 @@ def test_a_folded_pack(tmp_path: Path) -> None:
     assert_allclose(logits(tmp_path / "out"), truth(FOLDED, made), **F32_MODEL)
 
 
+def test_a_pack_with_a_module_that_is_not_folded(tmp_path: Path) -> None:
+    """Block 0: packed like the others, but without signs."""
+    made = tiny.weights(FOLDED)
+    name = "layers.3.attn.out"
+    made.matrices[name] = replace(made.matrices[name], transform=None)
+    values = pack_config(FOLDED, made)
+    entry = {"path": "model.layers.3.self_attn.o_proj", "block": 0, "embedding": False}
+    values["modules"].append({**entry, "dtype": "float16"})
+    hf.write(tmp_path / "p", FOLDED, mlx_tensors(FOLDED, made, "language_model."), values)
+    convert(tmp_path / "p", tmp_path / "out")
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.matrix(name).transform is None
+    assert_allclose(logits(tmp_path / "out"), truth(FOLDED, made), **F32_MODEL)
+
+
 def test_the_same_folded_model_as_gguf_and_as_a_pack_gives_the_same_tokens(tmp_path: Path) -> None:
     folder, made = pack(tmp_path)
     signs = {m.shape[1]: m.transform.signs for m in made.matrices.values() if m.transform}
@@ -233,7 +168,7 @@ def test_the_same_folded_model_as_gguf_and_as_a_pack_gives_the_same_tokens(tmp_p
     assert_allclose(logits(tmp_path / "gguf"), logits(tmp_path / "mlx"), rtol=0, atol=1e-5)
 
 
-Q = "model.layers.3.self_attn.q_proj"
+Q, K = "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.k_proj"
 
 
 @pytest.mark.parametrize(("drop", "changes", "error", "words"), [
@@ -244,7 +179,10 @@ Q = "model.layers.3.self_attn.q_proj"
     ("", {"components": {"text": False}}, UnsupportedModel, "components"),
     ("", {"modules": None}, UnsupportedModel, "list of the folded modules"),
     ("", {"modules": [{"path": Q, "block": 96, "embedding": False}]}, UnsupportedModel, "block 96"),
-    ("", {"modules": [{"path": Q, "block": 0}]}, UnsupportedModel, "'block' is 0"),
+    ("", {"modules": [{"path": Q, "block": -64}]}, UnsupportedModel, "block -64"),
+    ("", {"modules": [{"path": Q, "block": 64}] * 2}, UnsupportedModel, "twice"),
+    ("", {"modules": [{"path": Q, "block": 64}, {"path": K, "block": 32}]}, UnsupportedModel,
+     "blocks of [32, 64]"),
     ("", {"modules": [{"path": Q, "block": 64, "embedding": True}]}, UnsupportedModel, Q),
     ("", {"modules": [{"path": Q, "block": 64, "axis": 0}]}, UnsupportedModel, "keys: axis"),
     ("", {"modules": [{"path": Q, "block": 64}]}, ConversionError, "signs"),
