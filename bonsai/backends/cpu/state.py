@@ -49,8 +49,8 @@ class CpuState:
         self.delta = None if delta is None else DeltaMemory(delta)
         self.bytes_per_token = 2 * layers * kv_heads * head_dim * (4 if exact else 2)
         self._kernels = kernels
-        held = max(layers, 1)  # a model of delta nets alone has none; what is unused costs nothing
-        self._cache = _native.KvCache(held, kv_heads, head_dim, max_context, exact)
+        self._layers = layers  # none in a model of delta nets alone; a cache has one at least
+        self._cache = _native.KvCache(max(layers, 1), kv_heads, head_dim, max_context, exact)
 
     def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Store k, v [T, Hkv, D] at `position`; causal attention of q [T, H, D] over all rows."""
@@ -82,11 +82,12 @@ class CpuState:
             self.delta.clear()
 
     def save(self) -> SavedState:
-        return SavedState(self.position, self._cache.copy(self.position), self.mark())
+        rows = self.position if self._layers else 0
+        return SavedState(self.position, self._cache.copy(rows), self.mark())
 
     def load(self, saved: SavedState) -> None:
         """Become what was saved, which stays as it is."""
-        self._cache = saved.cache.copy(saved.position)
+        self._cache = saved.cache.copy(saved.position if self._layers else 0)
         self.position = saved.position
         if self.delta is not None:
             assert saved.delta is not None
