@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-RUNNERS = ("reference",)
+RUNNERS = ("reference", "cpu", "cpu-exact")
 
 
 @pytest.fixture(params=RUNNERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ class Runner:
     attention: dict[str, float]
     model: dict[str, float]  # logits of a whole tiny model against float64
     same: dict[str, float]  # logits of one history computed in two ways
+    hybrid: dict[str, float]  # `model` where there are gated delta nets
+
+    def bound(self, architecture: str) -> dict[str, float]:
+        """How far the logits of such a model may be from the truth."""
+        return self.hybrid if architecture == "qwen35" else self.model
 
     def load(self, checkpoint: Checkpoint, chunk: int = 512) -> EagerEngine:
         """An engine on these ops."""
@@ -48,7 +54,7 @@ def _reference() -> Runner:
     from bonsai.backends.reference.state import KVState
 
     op, model = tolerances.F32_REDUCTION, tolerances.F32_MODEL
-    return Runner("reference", ReferenceOps(), KVState, op, op, model, model)
+    return Runner("reference", ReferenceOps(), KVState, op, op, model, model, model)
 
 
 def _defaults() -> Runner:
@@ -62,7 +68,27 @@ def _defaults() -> Runner:
     return replace(_reference(), name="defaults", ops=DefaultOps())
 
 
-_MAKERS = {"defaults": _defaults, "reference": _reference}
+def _cpu(isa: str | None, exact: bool) -> Runner:
+    from bonsai.backends.cpu.ops import CpuOps
+
+    ops = CpuOps(isa, exact=exact)
+    name = "-".join(["cpu", *["exact"] * exact, *[isa] * (isa is not None)])
+    if exact:
+        op, model = tolerances.F32_REDUCTION, tolerances.F32_MODEL
+        return Runner(name, ops, ops.new_state, op, op, model, model, model)
+    linear, attention = tolerances.INT8_ACTIVATIONS, tolerances.FP16_STATE
+    whole = (tolerances.INT8_MODEL, tolerances.INT8_SAME, tolerances.INT8_HYBRID)
+    return Runner(name, ops, ops.new_state, linear, attention, *whole)
+
+
+_MAKERS = {
+    "defaults": _defaults,
+    "reference": _reference,
+    "cpu": partial(_cpu, None, False),
+    "cpu-exact": partial(_cpu, None, True),
+    "cpu-portable": partial(_cpu, "portable", False),
+    "cpu-exact-portable": partial(_cpu, "portable", True),
+}
 
 
 def get(name: str) -> Runner:

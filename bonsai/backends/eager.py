@@ -24,6 +24,8 @@ __all__ = ["EagerEngine", "EagerSession", "State"]
 
 CHUNK = 512
 """Rows of one forward in prefill: enough for matrix products, few enough to bound activations."""
+LONGEST = 1 << 30
+"""Positions that every state can count."""
 SCORED = 1 << 22
 """Logits of one block of `score`: 16 MB of float32, which is 27 rows of a vocabulary of 150,000."""
 
@@ -107,6 +109,8 @@ class EagerEngine:
         for name, value in (("max_context", max_context), ("valid_ids", valid_ids)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name} is {value!r}, expected a whole number above 0")
+        if max_context > LONGEST:
+            raise InvalidRequest(f"max_context is {max_context}, expected at most {LONGEST}")
         return EagerSession(self, max_context, valid_ids)
 
 

@@ -24,4 +24,4 @@ def test_logits_equal_those_of_transformers(runner: Runner, tmp_path: Path, name
     with engine.session(len(tokens), spec.vocab) as session:
         for row, position in enumerate(golden_models.positions(name)):
             session.prefill(tokens[len(session.tokens) : position + 1])
-            assert_allclose(session.logits(), expected[row], **runner.model)
+            assert_allclose(session.logits(), expected[row], **runner.bound(spec.architecture))

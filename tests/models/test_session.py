@@ -246,6 +246,11 @@ def test_a_closed_session_refuses_everything(session: EagerSession) -> None:
             call()
 
 
+def test_a_context_that_no_state_can_count_is_refused(engine: EagerEngine) -> None:
+    with pytest.raises(InvalidRequest, match="expected at most 1073741824"):
+        engine.session(2**30 + 1, 100)
+
+
 @pytest.mark.parametrize("sizes", [(0, 100), (-1, 100), (64, 0), (1.5, 100), (True, 100)])
 def test_sessions_of_impossible_sizes_are_refused(engine: EagerEngine, sizes) -> None:
     with pytest.raises(InvalidRequest, match="expected a whole number above 0"):
@@ -253,7 +258,7 @@ def test_sessions_of_impossible_sizes_are_refused(engine: EagerEngine, sizes) ->
 
 
 def test_a_huge_context_costs_nothing_until_it_is_used(engine: EagerEngine) -> None:
-    session = engine.session(10**12, 100)
+    session = engine.session(2**30, 100)
     session.prefill([1, 2, 3])
     assert len(list(islice(session.decode(GREEDY), 3))) == 3
 

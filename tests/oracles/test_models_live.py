@@ -23,12 +23,14 @@ def test_logits_equal_those_of_transformers(runner: Runner, tmp_path: Path, name
     pytest.importorskip("transformers", reason="needs transformers")
     import make_models_golden as oracle
 
-    tokens = golden_models.tokens(name)
-    with Checkpoint.open(tiny.write(tmp_path / "m", golden_models.CASES[name])) as checkpoint:
+    spec, tokens = golden_models.CASES[name], golden_models.tokens(name)
+    with Checkpoint.open(tiny.write(tmp_path / "m", spec)) as checkpoint:
         expected = oracle.logits(checkpoint, tokens)
         with runner.load(checkpoint).session(len(tokens), checkpoint.config["vocab"]) as session:
             for position in [*range(70), len(tokens) - 1]:
                 session.prefill(tokens[len(session.tokens) : position + 1])
-                assert_allclose(session.logits(), expected[position], **runner.model)
+                assert_allclose(
+                    session.logits(), expected[position], **runner.bound(spec.architecture)
+                )
         kept = np.load(golden_models.PATH)[name]
         assert_allclose(expected[golden_models.positions(name)], kept, **F32_MODEL)
