@@ -128,7 +128,7 @@ def windows(ids: Sequence[int], prefix: Sequence[int], window: int, stride: int)
             hint="the stride is at least 1 and less than the window",
         )
     width = window - len(prefix)
-    made = []
+    made: list[Window] = []
     done = 0
     while done < len(ids):
         end = min(len(ids), done + stride if made else width)

@@ -286,12 +286,17 @@ def _check(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
         _, again, *_ = read_hf_config(config, where)
     except BonsaiError as error:
         raise ConversionError(f"{where}: the words of MLX do not fit: {error}") from None
-    for key, value in again.items():
-        ours = checkpoint.config.get(key, [] if key == "eos" else None)
-        if key == "rope" and "yarn" in value:
-            value = {**value, "yarn": {**value["yarn"], "attention_factor": 0}}
-            ours = {**ours, "yarn": {**ours["yarn"], "attention_factor": 0}}
-        if sorted(value) != sorted(ours) if key == "eos" else value != ours:
+    said = _comparable({**checkpoint.config, "eos": checkpoint.config.get("eos", [])})
+    for key, value in _comparable(again).items():
+        if value != said.get(key):
             raise ConversionError(
-                f"{where}: MLX cannot say '{key}' exactly: {ours!r} would become {value!r}"
+                f"{where}: MLX cannot say '{key}' exactly: {said.get(key)!r} would become {value!r}"
             )
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the order of end tokens, and the amplitude of YaRN, which `_yarn` has checked."""
+    rope = dict(config["rope"])
+    if "yarn" in rope:
+        rope["yarn"] = {k: v for k, v in rope["yarn"].items() if k != "attention_factor"}
+    return {**config, "rope": rope, "eos": sorted(config["eos"])}

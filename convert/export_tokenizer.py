@@ -130,10 +130,10 @@ def _cutting_name(document: Mapping[str, Any], where: str) -> str:
 
 
 def _cutting(cutting: Cutting) -> tuple[list[str], str | None, bool]:
-    steps = {"type": "Sequence", "pretokenizers": [*cutting.steps, {"type": "ByteLevel"}]}
-    # What CUTTINGS leaves out is added when the files are made: bytes without another cut.
-    steps["pretokenizers"][-1] = {"type": "ByteLevel", "use_regex": False}
-    return _steps(steps), "NFC" if cutting.nfc else None, cutting.ignore_merges
+    # What CUTTINGS leaves out comes last: bytes as characters, without another cut.
+    last = {"type": "ByteLevel", "use_regex": False}
+    steps = _steps({"type": "Sequence", "pretokenizers": [*cutting.steps, last]})
+    return steps, "NFC" if cutting.nfc else None, cutting.ignore_merges
 
 
 def _steps(part: Mapping[str, Any]) -> list[str]:
