@@ -37,6 +37,17 @@ void expect(bool good, const char* what) {
     if (!good) throw std::invalid_argument(what);
 }
 
+// An array that is what it is called. A converted copy would be gone before it is read, and one of
+// an output would never reach the caller.
+template <class Array>
+Array cast_as_is(nb::handle array) {
+    Array found;
+    if (!nb::try_cast(array, found, false)) {
+        throw std::invalid_argument("an array has the wrong type, dimensions or strides");
+    }
+    return found;
+}
+
 Heads heads_of(const HeadsIn& x) {
     const int64_t tokens = int64_t(x.shape(0)), heads = int64_t(x.shape(1));
     const int64_t width = int64_t(x.shape(2));
@@ -58,7 +69,7 @@ void for_tokens(int64_t tokens, int64_t elements, Work&& work) {
 
 Plane plane_of(nb::handle array) {
     if (array.is_none()) return {};
-    const auto bytes = nb::cast<Bytes>(array);
+    const auto bytes = cast_as_is<Bytes>(array);
     return {bytes.data(), int64_t(bytes.shape(0)), int64_t(bytes.shape(1))};
 }
 
@@ -72,7 +83,7 @@ public:
         matrix_ = make_matrix(packing, rows, columns, group, plane_of(codes), plane_of(scales),
                               plane_of(biases));
         if (signs.is_none()) return;
-        const auto values = nb::cast<Signs>(signs);
+        const auto values = cast_as_is<Signs>(signs);
         expect(int64_t(values.shape(0)) == columns, "there must be one sign per column");
         expect(block > 0 && (block & (block - 1)) == 0 && columns % block == 0,
                "the block of a transform must be a power of two that divides the columns");
@@ -108,7 +119,7 @@ public:
                "out must be [tokens, rows]");
         const float* added = nullptr;
         if (!residual.is_none()) {
-            const auto values = nb::cast<Rows>(residual);
+            const auto values = cast_as_is<Rows>(residual);
             expect(values.shape(0) == out.shape(0) && values.shape(1) == out.shape(1),
                    "the residual must have the shape of the output");
             added = values.data();
@@ -141,7 +152,8 @@ void embed(const Kernels& kernels, const PackedMatrix& table, const Ids& ids, co
     expect(int64_t(out.shape(0)) == tokens && int64_t(out.shape(1)) == m.columns,
            "out must be [tokens, columns]");
     for (int64_t t = 0; t < tokens; ++t) {
-        expect(ids.data()[t] >= 0 && ids.data()[t] < m.rows, "a token id is not a row of the table");
+        expect(ids.data()[t] >= 0 && ids.data()[t] < m.rows,
+               "a token id is not a row of the table");
     }
     const int32_t* id = ids.data();
     float* to = out.data();
@@ -211,7 +223,8 @@ int64_t sample(const Vector& logits, double temperature, int64_t top_k, double t
                double penalty, const LongIds& seen, double uniform) {
     const int64_t vocab = int64_t(logits.shape(0)), count = int64_t(seen.shape(0));
     for (int64_t i = 0; i < count; ++i) {
-        expect(seen.data()[i] >= 0 && seen.data()[i] < vocab, "a seen id is outside the vocabulary");
+        expect(seen.data()[i] >= 0 && seen.data()[i] < vocab,
+               "a seen id is outside the vocabulary");
     }
     const float* from = logits.data();
     const int64_t* ids = seen.data();
@@ -266,6 +279,7 @@ const Kernels* kernels_named(const std::string& name) {
 
 NB_MODULE(_native, m) {
     using namespace bonsai;
+    const auto as_is = [](const char* name) { return nb::arg(name).noconvert(); };
     m.doc() = "The kernels of the cpu backend. bonsai/backends/cpu/ops.py is its only caller.";
     m.def("compiled", [] { return names(compiled_kernels()); });
     m.def("supported", [] { return names(supported_kernels()); });
@@ -288,17 +302,22 @@ NB_MODULE(_native, m) {
         .def_prop_ro("rows", &PackedLinear::rows)
         .def_prop_ro("columns", &PackedLinear::columns)
         .def_prop_ro("routes", &PackedLinear::routes)
-        .def("run", &PackedLinear::run, nb::arg("x"), nb::arg("out"), nb::arg("residual").none());
+        .def("run", &PackedLinear::run, as_is("x"), as_is("out"), nb::arg("residual").none());
     nb::class_<KvCache>(m, "KvCache")
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), nb::arg("layers"),
              nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("max_context"), nb::arg("exact"))
         .def_prop_ro("nbytes", &KvCache::nbytes)
-        .def("append", append)
-        .def("attend", attend)
+        .def("append", append, nb::arg("kernels"), nb::arg("layer"), nb::arg("position"),
+             as_is("k"), as_is("v"))
+        .def("attend", attend, nb::arg("kernels"), nb::arg("layer"), nb::arg("position"),
+             as_is("q"), as_is("out"))
         .def("copy", &KvCache::copy, nb::arg("length"));
-    m.def("embed", embed);
-    m.def("rms_norm", rms_norm);
-    m.def("rope", rope);
-    m.def("swiglu", swiglu);
-    m.def("sample", sample);
+    m.def("embed", embed, nb::arg("kernels"), nb::arg("table"), as_is("ids"), as_is("out"));
+    m.def("rms_norm", rms_norm, nb::arg("kernels"), as_is("x"), as_is("gain"), nb::arg("eps"),
+          as_is("out"));
+    m.def("rope", rope, nb::arg("kernels"), as_is("x"), as_is("cos"), as_is("sin"), as_is("out"));
+    m.def("swiglu", swiglu, nb::arg("kernels"), as_is("gate_up"), as_is("out"));
+    m.def("sample", sample, as_is("logits"), nb::arg("temperature"), nb::arg("top_k"),
+          nb::arg("top_p"), nb::arg("min_p"), nb::arg("repetition_penalty"), as_is("seen"),
+          nb::arg("uniform"));
 }
