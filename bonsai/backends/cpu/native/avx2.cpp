@@ -21,19 +21,33 @@ void store(const Task& task, int64_t token, int64_t row, __m256 acc) {
     task.y[at] = task.residual ? task.residual[at] + sum : sum;
 }
 
-// The pieces of `Task::scratch`: scales, biases, products for a tile of tokens, then codes.
-struct Scratch {
-    RowScales row;
-    float* products;
-    int64_t stride;  // floats of each part
+// One row of weights in scratch memory: its scales, and with several tokens its codes, unpacked.
+struct UnpackedRow {
+    RowScales scales;
     uint8_t* codes;
 };
 
+// The pieces of `Task::scratch`: products of scales for a tile of tokens, then a tile of rows.
+struct Scratch {
+    float* products;
+    int64_t stride;     // floats per row of scales
+    int64_t row_bytes;  // of codes
+    float* scales;
+    uint8_t* codes;
+
+    UnpackedRow row(int64_t i) const {
+        float* own = scales + 2 * i * stride;
+        return {{own, own + stride}, codes + i * row_bytes};
+    }
+};
+
+template <class Block>
 Scratch cut(const Task& task) {
     auto* floats = reinterpret_cast<float*>(task.scratch);
     const int64_t stride = (task.x->chunks + kPadFloats + 15) & ~int64_t(15);
-    auto* codes = reinterpret_cast<uint8_t*>(floats + (2 + kTokenTile) * stride);
-    return {{floats, floats + stride}, floats + 2 * stride, stride, codes};
+    float* scales = floats + kTokenTile * stride;
+    auto* codes = reinterpret_cast<uint8_t*>(scales + 2 * kRowTile * stride);
+    return {floats, stride, task.x->blocks * Sizes<Block>::kSlotBytes, scales, codes};
 }
 
 // Block `b` of a row. The last loads of the plane go through a copy: they may reach beyond it.
@@ -53,11 +67,12 @@ void unpack_block(const Task& task, const uint8_t* row, int64_t b, __m256i* code
 template <class Block>
 void gemv(const Task& task) {
     const Activations& x = *task.x;
-    const Scratch scratch = cut(task);
+    const Scratch scratch = cut<Block>(task);
+    const RowScales scales = scratch.row(0).scales;
     for (int64_t row = task.first; row < task.last; ++row) {
-        load_scales(task, Block::kCenter, row, scratch.row);
-        multiply_scales(scratch.row.scales, x.scales, x.chunks, scratch.products);
-        __m256 acc = bias_lanes(task, scratch.row, x.sums);
+        load_scales(task, Block::kCenter, row, scales);
+        multiply_scales(scales.scales, x.scales, x.chunks, scratch.products);
+        __m256 acc = bias_lanes(task, scales, x.sums);
         const uint8_t* codes = task.w->codes + row * task.w->codes_stride;
         for (int64_t b = 0; b < x.blocks; ++b) {
             _mm_prefetch(reinterpret_cast<const char*>(codes + b * Block::kBytes) + kPrefetch,
@@ -72,9 +87,10 @@ void gemv(const Task& task) {
     }
 }
 
-// One unpacked row times N tokens from `first` on.
+// One unpacked row, number `index` of the matrix, times N tokens from `first` on.
 template <class Block, int N>
-void multiply_tile(const Task& task, const Scratch& scratch, int64_t row, int64_t first) {
+void multiply_tile(const Task& task, const Scratch& scratch, const UnpackedRow& row, int64_t index,
+                   int64_t first) {
     const Activations& x = *task.x;
     const uint8_t* slots[N];
     const int32_t* lane_sums[N];
@@ -83,39 +99,57 @@ void multiply_tile(const Task& task, const Scratch& scratch, int64_t row, int64_
         const int64_t token = first + t;
         slots[t] = x.slots + token * x.slots_stride;
         lane_sums[t] = x.lane_sums + token * x.blocks * Sizes<Block>::kLanes;
-        acc[t] = bias_lanes(task, scratch.row, x.sums + token * x.chunks);
-        multiply_scales(scratch.row.scales, x.scales + token * x.chunks, x.chunks,
+        acc[t] = bias_lanes(task, row.scales, x.sums + token * x.chunks);
+        multiply_scales(row.scales.scales, x.scales + token * x.chunks, x.chunks,
                         scratch.products + t * scratch.stride);
     }
     for (int64_t b = 0; b < x.blocks; ++b) {
-        const auto* codes = reinterpret_cast<const __m256i*>(scratch.codes + b * Sizes<Block>::kSlotBytes);
+        const auto* codes =
+            reinterpret_cast<const __m256i*>(row.codes + b * Sizes<Block>::kSlotBytes);
         add_tile<Block, N>(acc, codes, slots, b, lane_sums, scratch.products, scratch.stride);
     }
-    for (int t = 0; t < N; ++t) store(task, first + t, row, acc[t]);
+    for (int t = 0; t < N; ++t) store(task, first + t, index, acc[t]);
+}
+
+template <class Block>
+void unpack_row(const Task& task, int64_t index, const UnpackedRow& row) {
+    load_scales(task, Block::kCenter, index, row.scales);
+    const uint8_t* packed = task.w->codes + index * task.w->codes_stride;
+    for (int64_t b = 0; b < task.x->blocks; ++b) {
+        unpack_block<Block>(task, packed, b,
+                            reinterpret_cast<__m256i*>(row.codes + b * Sizes<Block>::kSlotBytes));
+    }
+}
+
+// Tokens [first, first + N) times `rows` unpacked rows: the activations stay in the first cache.
+template <class Block, int N>
+void multiply_rows(const Task& task, const Scratch& scratch, int64_t start, int64_t rows,
+                   int64_t first) {
+    for (int64_t i = 0; i < rows; ++i) {
+        multiply_tile<Block, N>(task, scratch, scratch.row(i), start + i, first);
+    }
 }
 
 template <class Block>
 void gemm(const Task& task) {
-    const Scratch scratch = cut(task);
-    for (int64_t row = task.first; row < task.last; ++row) {
-        load_scales(task, Block::kCenter, row, scratch.row);
-        const uint8_t* codes = task.w->codes + row * task.w->codes_stride;
-        for (int64_t b = 0; b < task.x->blocks; ++b) {
-            unpack_block<Block>(
-                task, codes, b,
-                reinterpret_cast<__m256i*>(scratch.codes + b * Sizes<Block>::kSlotBytes));
-        }
+    const Scratch scratch = cut<Block>(task);
+    for (int64_t start = task.first; start < task.last; start += kRowTile) {
+        const int64_t left = task.last - start, rows = left < kRowTile ? left : kRowTile;
+        for (int64_t i = 0; i < rows; ++i) unpack_row<Block>(task, start + i, scratch.row(i));
         int64_t t = 0;
-        for (; t + 4 <= task.tokens; t += 4) multiply_tile<Block, 4>(task, scratch, row, t);
-        for (; t + 2 <= task.tokens; t += 2) multiply_tile<Block, 2>(task, scratch, row, t);
-        if (t < task.tokens) multiply_tile<Block, 1>(task, scratch, row, t);
+        for (; t + 4 <= task.tokens; t += 4) multiply_rows<Block, 4>(task, scratch, start, rows, t);
+        if (t + 2 <= task.tokens) {
+            multiply_rows<Block, 2>(task, scratch, start, rows, t);
+            t += 2;
+        }
+        if (t < task.tokens) multiply_rows<Block, 1>(task, scratch, start, rows, t);
     }
 }
 
 template <class Block>
 const Route* route_of(const char* name) {
-    static const Route route{name,        block_layout<Block>(), Block::kBlock / Block::kChunks,
-                             Block::kCenter, Block::kTop,        gemv<Block>,
+    static const Route route{name,           block_layout<Block>(), Block::kBlock / Block::kChunks,
+                             Block::kCenter, Block::kTop,           gemv<Block>,
                              gemm<Block>};
     return &route;
 }
@@ -168,8 +202,8 @@ void dense_tile(const float* w, int64_t n, const float* x, int64_t x_stride, flo
     for (int t = 0; t < N; ++t) {
         float tail = 0;
         for (int64_t k = i; k < n; ++k) tail += w[k] * x[t * x_stride + k];
-        const __m256 sum = _mm256_add_ps(_mm256_add_ps(acc[t][0], acc[t][1]),
-                                         _mm256_add_ps(acc[t][2], acc[t][3]));
+        const __m256 sum =
+            _mm256_add_ps(_mm256_add_ps(acc[t][0], acc[t][1]), _mm256_add_ps(acc[t][2], acc[t][3]));
         dots[t] = horizontal_sum(sum) + tail;
     }
 }
@@ -224,8 +258,8 @@ void narrow_f16(const float* values, int64_t n, uint16_t* out) {
 }  // namespace
 
 extern const Kernels kAvx2;
-const Kernels kAvx2{"avx2",     find_route,   dense_dot,    widen_f16,  widen_bf16,
-                    narrow_f16, quantize_row, hadamard_row, rms_norm_row, swiglu_row,
+const Kernels kAvx2{"avx2",     find_route,       dense_dot,    widen_f16,    widen_bf16,
+                    narrow_f16, quantize_row,     hadamard_row, rms_norm_row, swiglu_row,
                     rope_row,   attend<uint16_t>, attend<float>};
 
 }  // namespace bonsai

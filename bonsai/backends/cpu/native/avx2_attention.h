@@ -1,7 +1,7 @@
 // Softmax attention of several queries over one span of the KV cache. Part of avx2.cpp.
 //
-// What a query gets does not depend on the queries beside it: its sums run over the same keys in the
-// same order whatever the tile.
+// What a query gets does not depend on the queries beside it: its sums run over the same keys in
+// the same order whatever the tile.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,8 @@
 namespace bonsai {
 namespace {
 
-constexpr int kQueries = 4;  // 4 queries x 2 keys, and 4 x 16 elements of the output: 8 accumulators
+constexpr int kQueries =
+    4;  // 4 queries x 2 keys, and 4 x 16 elements of the output: 8 accumulators
 
 inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 
@@ -28,7 +29,8 @@ inline float lane_sum(__m256 v) {
     return _mm_cvtss_f32(_mm_hadd_ps(sum, sum));
 }
 
-// scores[i][j] = query i . key j for keys [0, count), two keys at a time (a span has room for both).
+// scores[i][j] = query i . key j for keys [0, count), two keys at a time (a span has room for
+// both).
 template <int N, class Element>
 void score_keys(const AttentionTask& task, const Element* keys, int first, int count) {
     const int width = task.kv.width;

@@ -1,9 +1,10 @@
 // How blocks of codes become vectors of small integers, and how those meet activations.
 // Part of avx2.cpp.
 //
-// A block type says: kBlock elements in kBytes bytes, of which the loads touch kReach; kPlanes vectors
-// of codes, the first kFirst of which belong to one set of scales and the others to a second; the
-// element and lane of every activation slot; and `scale`, which spreads the chunk scales over lanes.
+// A block type says: kBlock elements in kBytes bytes, of which the loads touch kReach; kPlanes
+// vectors of codes, the first kFirst of which belong to one set of scales and the others to a
+// second; the element and lane of every activation slot; and `scale`, which spreads the chunk
+// scales over lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -22,8 +23,8 @@ inline __m256 spread(const float* s, __m256i index) {
     return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(s)), index);
 }
 
-// Codes 0 to 2 (a stray t2 code 3 counts as 3) times int8. A pair is at most 2 * 3 * 127 = 762 and a
-// lane adds up to 6 planes before it is widened: 4572, far from the 32767 of an int16.
+// Codes 0 to 2 (a stray t2 code 3 counts as 3) times int8. A pair is at most 2 * 3 * 127 = 762 and
+// a lane adds up to 6 planes before it is widened: 4572, far from the 32767 of an int16.
 struct Ternary {
     static constexpr int kSlot = 1, kCenter = 1, kTop = 127;
     static __m256i multiply(__m256i codes, __m256i q) { return _mm256_maddubs_epi16(codes, q); }
@@ -67,8 +68,8 @@ struct B1 : Ternary {
     static constexpr int kChunks = 128 / group;
     static void unpack(const uint8_t* p, __m256i* c) {
         const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half),
-                                                     _mm_srli_epi16(half, 4), 1);
+        const __m256i both =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
         const __m256i two = _mm256_set1_epi8(2);
         c[0] = _mm256_and_si256(_mm256_add_epi8(both, both), two);
         c[1] = _mm256_and_si256(both, two);
@@ -204,7 +205,8 @@ const Layout* block_layout() {
         Tables()
             : layout{Block::kBlock, slots, Block::kSlot, Sizes<Block>::kLanes, run, element, lane} {
             for (int i = 0; i < slots; ++i) {
-                element[i] = int16_t(Block::element(i / per_plane, i % per_plane));
+                const int found = Block::element(i / per_plane, i % per_plane);
+                element[i] = int16_t(found < 0 ? Block::kBlock : found);
             }
             for (int i = 0; i < slots / run; ++i) {
                 lane[i] = uint8_t(i % 8 + (i / 8 < Block::kFirst ? 0 : 8));
@@ -266,8 +268,8 @@ inline void add_tile(__m256* acc, const __m256i* codes, const uint8_t* const* sl
     __m256i sums[N];
     dot_planes_tile<Block, N, 0, first>(codes, slots, offset, sums);
     for (int t = 0; t < N; ++t) {
-        acc[t] = add_scaled(acc[t], sums[t], lane_sums[t] + b * lanes,
-                            Block::scale(s + t * stride));
+        acc[t] =
+            add_scaled(acc[t], sums[t], lane_sums[t] + b * lanes, Block::scale(s + t * stride));
     }
     if constexpr (first < planes) {
         dot_planes_tile<Block, N, first, planes>(codes, slots, offset, sums);

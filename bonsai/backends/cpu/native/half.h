@@ -36,7 +36,7 @@ inline uint16_t float_to_half(float value) {
     std::memcpy(&bits, &value, 4);
     const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
     bits &= 0x7fffffffu;
-    if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00u);  // NaN
+    if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00u);   // NaN
     if (bits >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and more
     if (bits < 0x38800000u) {  // below 2^-14: the sum's unit is 2^-24, that of a subnormal half
         float magnitude;

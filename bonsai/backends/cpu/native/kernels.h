@@ -13,9 +13,9 @@ namespace bonsai {
 
 enum class Packing : int { t2, t5, b1, q4, q8, f32, f16, bf16 };
 
-// A [rows, columns] matrix as it lies in the checkpoint. Planes are byte pointers because nothing is
-// known about their alignment. Every row of codes is `codes_stride` bytes; readable memory ends at
-// `codes_end`, and a load may touch the next row but never a byte at or after that.
+// A [rows, columns] matrix as it lies in the checkpoint. Planes are byte pointers because nothing
+// is known about their alignment. Every row of codes is `codes_stride` bytes; readable memory ends
+// at `codes_end`, and a load may touch the next row but never a byte at or after that.
 struct Matrix {
     Packing packing;
     int64_t rows, columns;
@@ -29,8 +29,9 @@ struct Matrix {
 };
 
 // The order in which a route wants quantized activations. Elements of a row are cut into blocks of
-// `block`; a block has `slots` places, of which those with element -1 hold 0. After a block has been
-// multiplied, the kernel has `lanes` partial sums, and slot i went into number lane[i / run].
+// `block`; a block has `slots` places, of which those with element `block` hold 0. After a block
+// has been multiplied, the kernel has `lanes` partial sums, and slot i went into number lane[i /
+// run].
 struct Layout {
     int block;
     int slots;
@@ -43,8 +44,8 @@ struct Layout {
 
 // Quantized activations of T tokens: value = scales[chunk] * q. A chunk is min(group, 128) elements
 // for ternary routes (int8) and 32 for affine ones (int16), and never larger than a block.
-// Blocks are whole; elements beyond the columns are 0 and chunks beyond them have scale 0. All float
-// arrays have kPadFloats to spare at their end.
+// Blocks are whole; elements beyond the columns are 0 and chunks beyond them have scale 0. All
+// float arrays have kPadFloats to spare at their end.
 struct Activations {
     int64_t blocks, chunks;  // per token; chunks counts those of whole blocks
     int chunk;
@@ -63,8 +64,8 @@ struct ActivationRow {
     int32_t* lane_sums;
 };
 
-// The rows [first, last) of y = x W^T for T tokens. `y` points at output 0 of token 0 and tokens are
-// `y_stride` floats apart; `residual`, if any, has the same shape and is added.
+// The rows [first, last) of y = x W^T for T tokens. `y` points at output 0 of token 0 and tokens
+// are `y_stride` floats apart; `residual`, if any, has the same shape and is added.
 struct Task {
     const Matrix* w;
     const Activations* x;
@@ -72,7 +73,7 @@ struct Task {
     float* y;
     const float* residual;
     int64_t y_stride;
-    uint8_t* scratch;  // `Route::scratch` bytes, aligned to 64
+    uint8_t* scratch;  // `scratch_bytes`, aligned to 64
 };
 
 // One packing (and group) on one instruction set.
@@ -96,7 +97,8 @@ struct Span {
     int width;
 };
 
-// Queries of one head against one span. For query i, keys [0, counts[i]) are visible; counts[i] >= 1.
+// Queries of one head against one span. For query i, keys [0, counts[i]) are visible; counts[i]
+// >= 1.
 struct AttentionTask {
     Span kv;
     const float* queries;  // [n, width], already divided by sqrt(head_dim)
@@ -108,12 +110,13 @@ struct AttentionTask {
     float* out;     // [n, width] sum of exp(score - max) * value
 };
 
-constexpr int kSpan = 256;        // positions per span of the KV cache
-constexpr int kTokenTile = 4;     // tokens that share one pass over an unpacked row
-constexpr int kMaxBlock = 256;    // largest Layout::block
-constexpr int kMaxSlots = 320;    // largest Layout::slots
-constexpr int kMaxLanes = 32;     // largest Layout::lanes
-constexpr int kPadFloats = 16;    // floats that kernels may read beyond a row of scales
+constexpr int kSpan = 256;      // positions per span of the KV cache
+constexpr int kTokenTile = 4;   // tokens that share one pass over an unpacked row
+constexpr int kRowTile = 8;     // rows that are unpacked at a time and share activations
+constexpr int kMaxBlock = 256;  // largest Layout::block
+constexpr int kMaxSlots = 320;  // largest Layout::slots
+constexpr int kMaxLanes = 32;   // largest Layout::lanes
+constexpr int kPadFloats = 16;  // floats that kernels may read beyond a row of scales
 
 struct Kernels {
     const char* name;

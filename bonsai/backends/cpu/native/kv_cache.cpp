@@ -1,6 +1,6 @@
 // Attention goes span by span: each span gives a maximum, a sum and weighted values, and these are
-// merged in the order of the spans. One token and many go the same way, so a query's result does not
-// depend on how the tokens were cut into calls, nor on the number of threads.
+// merged in the order of the spans. One token and many go the same way, so a query's result does
+// not depend on how the tokens were cut into calls, nor on the number of threads.
 #include "kv_cache.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace bonsai {
 namespace {
 
-constexpr int64_t kTile = 16;               // queries of one head that share a pass over a span
+constexpr int64_t kTile = 16;              // queries of one head that share a pass over a span
 constexpr int64_t kSmallJob = 100 * 1000;  // multiply-adds that are not worth waking a thread for
 
 thread_local Buffer tile_scratch;
@@ -43,7 +43,8 @@ void merge(const Partial& into, const Partial& from, int64_t i, int64_t j, int w
 
 }  // namespace
 
-// One call of `attend`. Query number i of a KV head is head h * group + i % group of token i / group.
+// One call of `attend`. Query number i of a KV head is head h * group + i % group of token i /
+// group.
 struct KvCache::Queries {
     const Kernels* kernels;
     int64_t layer, position, group;
@@ -170,10 +171,10 @@ void KvCache::attend_rows(const Queries& job, int64_t head, int64_t first, int64
             counts[i] = int(std::min<int64_t>(kSpan, job.visible(first + i) - start));
         }
         const Partial& to = start == 0 ? total.partial : tile.partial;
-        attend_span(*job.kernels, {span(job.layer, start / kSpan, head),
-                                   tile.queries + skip * width_, counts + skip, int(n - skip),
-                                   tile.scores, to.max + skip, to.sum + skip,
-                                   to.out + skip * width_});
+        attend_span(
+            *job.kernels,
+            {span(job.layer, start / kSpan, head), tile.queries + skip * width_, counts + skip,
+             int(n - skip), tile.scores, to.max + skip, to.sum + skip, to.out + skip * width_});
         if (start == 0) continue;
         for (int64_t i = skip; i < n; ++i) merge(total.partial, tile.partial, i, i, width_);
     }

@@ -11,7 +11,7 @@ namespace {
 
 // Weights per item: enough to hide handing it out, and small enough that two threads end together.
 constexpr int64_t kItemBytes = 24 * 1024;
-constexpr int64_t kItemRows = 8;  // with several tokens
+constexpr int64_t kItemRows = 2 * kRowTile;  // with several tokens
 // Below this many multiply-adds a job is done before a sleeping worker would be awake.
 constexpr int64_t kSmallJob = 100 * 1000;
 
@@ -22,10 +22,11 @@ thread_local Buffer item_scratch;
 // Columns in whole groups.
 int64_t padded_columns(const Matrix& m) { return m.group ? m.groups * m.group : m.columns; }
 
-// Enough for any route: two rows of scales, one per token of a tile, and one row of codes.
+// `Task::scratch`, enough for any route: scales for a tile of tokens, then scales, biases and codes
+// (of up to two bytes) for a tile of rows.
 int64_t scratch_bytes(const Layout& layout, const Activations& x) {
-    const int64_t floats = (2 + kTokenTile) * round_up(x.chunks + kPadFloats, 16);
-    return floats * 4 + x.blocks * layout.slots * 2 + 64;
+    const int64_t floats = (kTokenTile + 2 * kRowTile) * round_up(x.chunks + kPadFloats, 16);
+    return floats * 4 + kRowTile * x.blocks * layout.slots * 2 + 64;
 }
 
 }  // namespace
@@ -64,7 +65,8 @@ Linear::Linear(const Kernels& kernels, std::vector<Part> parts, bool exact)
         }
         const bool quantized = m.group != 0 && !exact;
         const Route* route = quantized ? kernels.route(m.packing, m.group) : nullptr;
-        if (quantized && !route) throw std::invalid_argument("no kernel for this packing and group");
+        if (quantized && !route)
+            throw std::invalid_argument("no kernel for this packing and group");
         const int need = find_need({part.transform, route, padded_columns(m)});
         segments_.push_back({m, route, need, rows_});
         rows_ += m.rows;

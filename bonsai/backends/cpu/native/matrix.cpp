@@ -18,10 +18,14 @@ struct Kind {
 };
 
 constexpr Kind kKinds[] = {
-    {"t2", Packing::t2, 2, false, {32, 64, 128, 256}}, {"t5", Packing::t5, 0, false, {64, 128, 256}},
-    {"b1", Packing::b1, 1, false, {32, 64, 128, 256}}, {"q4", Packing::q4, 4, true, {32, 64, 128}},
-    {"q8", Packing::q8, 8, true, {32, 64, 128}},       {"f32", Packing::f32, 32, false, {}},
-    {"f16", Packing::f16, 16, false, {}},              {"bf16", Packing::bf16, 16, false, {}},
+    {"t2", Packing::t2, 2, false, {32, 64, 128, 256}},
+    {"t5", Packing::t5, 0, false, {64, 128, 256}},
+    {"b1", Packing::b1, 1, false, {32, 64, 128, 256}},
+    {"q4", Packing::q4, 4, true, {32, 64, 128}},
+    {"q8", Packing::q8, 8, true, {32, 64, 128}},
+    {"f32", Packing::f32, 32, false, {}},
+    {"f16", Packing::f16, 16, false, {}},
+    {"bf16", Packing::bf16, 16, false, {}},
 };
 
 const Kind& find_kind(const std::string& name) {
@@ -89,7 +93,8 @@ Matrix make_matrix(const std::string& packing, int64_t rows, int64_t columns, in
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " +
                                     std::to_string(columns) + " is not supported");
     }
-    Matrix m{kind.packing, rows, columns, 0, 0, codes.data, codes.stride, nullptr, nullptr, nullptr};
+    Matrix m{kind.packing, rows,         columns, 0,       0,
+             codes.data,   codes.stride, nullptr, nullptr, nullptr};
     m.codes_end = codes.data + codes.rows * codes.stride;
     if (kind.bits >= 16) {
         expect("values", codes, rows, columns * kind.bits / 8);

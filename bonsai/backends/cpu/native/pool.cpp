@@ -1,6 +1,6 @@
-// A job is a counter of items left. Whoever lowers it owns an item, so a worker that wakes late finds
-// nothing and nobody waits for it. Idle workers spin briefly, since the next op of a forward follows
-// within microseconds, and then sleep.
+// A job is a counter of items left. Whoever lowers it owns an item, so a worker that wakes late
+// finds nothing and nobody waits for it. Idle workers spin briefly, since the next op of a forward
+// follows within microseconds, and then sleep.
 #include "pool.h"
 
 #include <atomic>
@@ -71,7 +71,8 @@ struct Pool::Team {
     void work() {
         uint64_t state = ticket.load(std::memory_order_acquire);
         while (uint32_t(state) != 0) {
-            if (!ticket.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel)) continue;
+            if (!ticket.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel))
+                continue;
             const int64_t item = items - int64_t(uint32_t(state));
             try {
                 call(context, item);
@@ -93,7 +94,9 @@ struct Pool::Team {
 
     void wake_all() {
         if (sleeping.load() == 0) return;
-        { std::lock_guard<std::mutex> lock(mutex); }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+        }
         wake.notify_all();
     }
 

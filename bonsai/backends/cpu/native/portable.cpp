@@ -96,7 +96,12 @@ void rows(const Task& task) {
 template <Unpack unpack, int block, int chunk, int center>
 const Route* natural_route(const char* name, int top) {
     constexpr auto layout = &natural_layout<block, chunk>;
-    static const Route route{name, layout(), chunk, center, top, &rows<unpack, layout, center>,
+    static const Route route{name,
+                             layout(),
+                             chunk,
+                             center,
+                             top,
+                             &rows<unpack, layout, center>,
                              &rows<unpack, layout, center>};
     return &route;
 }
@@ -201,9 +206,8 @@ void attend(const AttentionTask& task) {
 }  // namespace
 
 extern const Kernels kPortable;
-const Kernels kPortable{"portable",   find_route,   dense_dot,    widen_f16,
-                        widen_bf16,   narrow_f16,   quantize_row, hadamard_row,
-                        rms_norm_row, swiglu_row,   rope_row,     attend<uint16_t>,
-                        attend<float>};
+const Kernels kPortable{"portable", find_route,       dense_dot,    widen_f16,    widen_bf16,
+                        narrow_f16, quantize_row,     hadamard_row, rms_norm_row, swiglu_row,
+                        rope_row,   attend<uint16_t>, attend<float>};
 
 }  // namespace bonsai

@@ -26,8 +26,8 @@ uint32_t float_to_bits(float value) {
     return bits;
 }
 
-// Adding 1.5 * 2^23 to |x| < 2^22 leaves no room for a fraction: it rounds to nearest, ties to even,
-// and the integer stands in the low bits.
+// Adding 1.5 * 2^23 to |x| < 2^22 leaves no room for a fraction: it rounds to nearest, ties to
+// even, and the integer stands in the low bits.
 constexpr float kRounder = 12582912.0f;
 
 // exp(x) within 2 units in the last place; 0 below -87, NaN stays NaN.
@@ -148,69 +148,90 @@ void hadamard_row(const float* x, const int8_t* signs, int64_t n, int64_t block,
     }
 }
 
-// `count` of the `chunk` elements exist; the others become 0. Returns the scale.
-float quantize_chunk(const float* x, int64_t count, int chunk, int top, int16_t* q) {
+// Rounds `chunk` elements to integers of at most `top`, adds them up, returns their scale.
+template <int chunk>
+float quantize_chunk(const float* x, int top, int16_t* q, int32_t* sum) {
     // As integers, magnitudes order like floats, and inf and NaN are the largest of all.
     uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < chunk; ++i) {
         const uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
         largest = bits > largest ? bits : largest;
     }
     const float peak = bits_to_float(largest);
-    const bool usable = largest < 0x7f800000u && peak > 1e-30f;  // below: 0, or 1/peak overflows
-    if (!usable) {
-        std::memset(q, 0, size_t(chunk) * sizeof *q);
+    *sum = 0;
+    if (largest >= 0x7f800000u || peak <= 1e-30f) {  // so small: 0, or 1 / peak overflows
+        std::memset(q, 0, chunk * sizeof *q);
         return largest >= 0x7f800000u ? bits_to_float(0x7fc00000u) : 0.0f;
     }
     const float inverse = float(top) / peak;
-    for (int64_t i = 0; i < count; ++i) {
-        q[i] = int16_t(float_to_bits(x[i] * inverse + kRounder) - float_to_bits(kRounder));
+    int32_t total = 0;
+    for (int i = 0; i < chunk; ++i) {
+        const uint32_t value = float_to_bits(x[i] * inverse + kRounder) - float_to_bits(kRounder);
+        q[i] = int16_t(value);
+        total += int32_t(value);
     }
-    for (int64_t i = count; i < chunk; ++i) q[i] = 0;
+    *sum = total;
     return peak / float(top);
 }
 
-// One block into its slots and lane sums.
+// One block into its slots and lane sums; q[layout.block] is 0.
+template <class Slot>
 void place_block(const int16_t* q, const Layout& layout, int center, uint8_t* slots,
                  int32_t* lane_sums) {
     for (int i = 0; i < layout.lanes; ++i) lane_sums[i] = 0;
-    for (int start = 0; start < layout.slots; start += layout.run) {
+    const int16_t* element = layout.element;
+    for (int start = 0, j = 0; start < layout.slots; start += layout.run, ++j) {
         int32_t sum = 0;
         for (int i = start; i < start + layout.run; ++i) {
-            const int element = layout.element[i];
-            const int16_t value = element < 0 ? int16_t(0) : q[element];
+            const int16_t value = q[element[i]];
+            const Slot slot = Slot(value);
             sum += value;
-            if (layout.slot_bytes == 1) {
-                slots[i] = uint8_t(value);
-            } else {
-                std::memcpy(slots + 2 * i, &value, 2);
-            }
+            std::memcpy(slots + int64_t(i) * int64_t(sizeof slot), &slot, sizeof slot);
         }
         // q8, the largest: 128 * 32 elements * 32767 < 2^27.
-        lane_sums[layout.lane[start / layout.run]] += center * sum;
+        lane_sums[layout.lane[j]] += center * sum;
+    }
+}
+
+template <int chunk>
+void quantize_chunks(const float* x, int64_t n, const Route& route, const Activations& shape,
+                     const ActivationRow& out) {
+    const Layout& layout = *route.layout;
+    const int chunks = layout.block / chunk;
+    alignas(64) int16_t q[kMaxBlock + 1];
+    q[layout.block] = 0;
+    for (int64_t b = 0; b < shape.blocks; ++b) {
+        for (int c = 0; c < chunks; ++c) {
+            const int64_t start = b * layout.block + int64_t(c) * chunk;
+            alignas(64) float padded[chunk];
+            const float* from = padded;
+            if (start + chunk <= n) {
+                from = x + start;
+            } else {  // the last ones: what is missing is 0
+                std::memset(padded, 0, sizeof padded);
+                if (start < n) std::memcpy(padded, x + start, size_t(n - start) * sizeof(float));
+            }
+            int32_t sum;
+            const float scale = quantize_chunk<chunk>(from, route.top, q + c * chunk, &sum);
+            out.scales[b * chunks + c] = scale;
+            out.sums[b * chunks + c] = scale * float(sum);
+        }
+        uint8_t* slots = out.slots + b * layout.slots * layout.slot_bytes;
+        int32_t* lane_sums = out.lane_sums + b * layout.lanes;
+        if (layout.slot_bytes == 1) {
+            place_block<int8_t>(q, layout, route.center, slots, lane_sums);
+        } else {
+            place_block<int16_t>(q, layout, route.center, slots, lane_sums);
+        }
     }
 }
 
 void quantize_row(const float* x, int64_t n, const Route& route, const Activations& shape,
                   const ActivationRow& out) {
-    const Layout& layout = *route.layout;
-    const int chunk = shape.chunk, chunks = layout.block / chunk;
-    alignas(64) int16_t q[kMaxBlock];
-    for (int64_t b = 0; b < shape.blocks; ++b) {
-        for (int c = 0; c < chunks; ++c) {
-            const int64_t start = b * layout.block + int64_t(c) * chunk;
-            int64_t count = n - start;
-            count = count < 0 ? 0 : count > chunk ? chunk : count;
-            // Without elements the pointer is not formed: it could lie beyond the row.
-            const float scale =
-                quantize_chunk(count ? x + start : x, count, chunk, route.top, q + c * chunk);
-            int32_t sum = 0;
-            for (int i = 0; i < chunk; ++i) sum += q[c * chunk + i];
-            out.scales[b * chunks + c] = scale;
-            out.sums[b * chunks + c] = scale * float(sum);
-        }
-        place_block(q, layout, route.center, out.slots + b * layout.slots * layout.slot_bytes,
-                    out.lane_sums + b * layout.lanes);
+    switch (shape.chunk) {
+        case 32: quantize_chunks<32>(x, n, route, shape, out); break;
+        case 64: quantize_chunks<64>(x, n, route, shape, out); break;
+        default: quantize_chunks<128>(x, n, route, shape, out); break;
     }
 }
 
