@@ -151,9 +151,9 @@ def test_time_grows_with_the_number_of_tokens_not_faster(tmp_path):
         path = tiny_gguf.gguf.write(tmp_path / f"{count}.gguf", values, parts)
         best = []
         for attempt in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             convert(path, tmp_path / f"{count}-{attempt}")
-            best.append(time.perf_counter() - start)
+            best.append(time.process_time() - start)
         seconds[count] = min(best)
     assert seconds[40_000] < 2.5 * seconds[20_000] + 0.05
 
