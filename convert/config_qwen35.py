@@ -27,7 +27,7 @@ PACK_TYPE, PACK_SCHEMA = "prism_hadamard_qwen35", 2
 
 DELTA, ATTENTION = "delta", "attention"
 MAX_TAPS = 65
-SECTIONS = "rope.dimension_sections"
+SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
 
 
 def read_gguf_gdn(fields: Fields, layers: int) -> dict[str, Any]:
@@ -47,8 +47,22 @@ def read_gguf_gdn(fields: Fields, layers: int) -> dict[str, Any]:
         "taps": fields.take_size("ssm.conv_kernel", MAX_TAPS),
     }
     _check_gdn(gdn, fields.where)
-    interval = fields.take_size("full_attention_interval")
-    return {"output_gate": "sigmoid", "kinds": _kinds(layers, interval), "gdn": gdn}
+    listed = fields.take_any(RECURRENT)  # comes before the interval, which may then be absent
+    interval = fields.take_size("full_attention_interval") if listed is None else 1
+    fields.ignore("full_attention_interval")
+    kinds = _kinds(layers, interval) if listed is None else _gguf_kinds(fields, listed, layers)
+    return {"output_gate": "sigmoid", "kinds": kinds, "gdn": gdn}
+
+
+def _gguf_kinds(fields: Fields, listed: Any, layers: int) -> list[str]:
+    """One truth value for each layer; those of layers that draft tokens come last."""
+    good = isinstance(listed, list) and all(flag in (False, True) for flag in listed)
+    if not good or len(listed) < layers:
+        raise UnsupportedModel(
+            f"{fields.where}: {RECURRENT} is {listed!r:.60}, expected a flag for each of {layers} "
+            "layers"
+        )
+    return [DELTA if flag else ATTENTION for flag in listed[:layers]]
 
 
 def read_gguf_rope(fields: Fields, theta: float, head_dim: int) -> dict[str, Any]:

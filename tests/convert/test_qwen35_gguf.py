@@ -213,6 +213,8 @@ def test_a_tied_folded_model(tmp_path: Path) -> None:
     ({"rope.dimension_sections": [1, 1, 1, 0]}, "rope.dimension_sections"),
     ({"rope.scaling.type": "yarn"}, "rope.scaling.type"),
     ({"ssm.dt_rank": 3}, "unknown keys: ssm.dt_rank"),
+    ({"attention.recurrent_layers": [True] * 3}, "attention.recurrent_layers"),
+    ({"attention.recurrent_layers": [1, 2, 1, 0]}, "attention.recurrent_layers"),
 ])  # fmt: skip
 def test_metadata_that_we_cannot_honour_is_refused_by_key(
     tmp_path: Path, changes: dict, words: str
@@ -221,6 +223,17 @@ def test_metadata_that_we_cannot_honour_is_refused_by_key(
     with pytest.raises(BonsaiError) as caught:
         convert(path, tmp_path / "out")
     assert words in str(caught.value)
+
+
+def test_a_list_of_recurrent_layers_comes_before_the_interval(tmp_path: Path) -> None:
+    kinds = ("attention", "delta", "attention", "delta")
+    spec = replace(SPEC, kinds=kinds)
+    flags = [kind == "delta" for kind in kinds]
+    weights = tiny.weights(spec)
+    for name, interval in (("a", 4), ("b", None)):
+        changes = {"attention.recurrent_layers": flags, "full_attention_interval": interval}
+        convert(written(tmp_path, spec, weights, **changes), tmp_path / name)
+        assert_allclose(logits(tmp_path / name), truth(spec, weights), **F32_MODEL)
 
 
 def test_decays_that_are_not_below_zero_are_refused(tmp_path: Path) -> None:
