@@ -164,8 +164,8 @@ def _matrix(
     module, (height, width) = out.removesuffix(".weight"), matrix.shape
     planes = (height, width // group)
     return [
-        Part(out, "U32", (height, width * bits // 32), _Rows(matrix, _codes(matrix))),
-        Part(f"{module}.scales", "F16", planes, _Rows(matrix, _scales(matrix, group))),
+        Part(out, "U32", (height, width * bits // 32), _Rows(matrix, _codes(matrix)), release),
+        Part(f"{module}.scales", "F16", planes, _Rows(matrix, _scales(matrix, group)), release),
         Part(f"{module}.biases", "F16", planes, _Rows(matrix, _biases(matrix, group)), release),
     ], (bits, group)
 

@@ -14,7 +14,9 @@ import tiny
 import vocab
 from tiny import Tiny
 
+import bonsai
 import bonsai.convert as convert
+from bonsai import fidelity
 from bonsai.config import Yarn
 from bonsai.convert.export import TARGETS, export
 from bonsai.convert.gguf import read_gguf
@@ -139,6 +141,19 @@ def test_any_ternary_packing_keeps_its_values(tmp_path, target, packing):
         for name in one.names():
             if len(one.entry(name).shape) == 2:
                 assert np.array_equal(one.matrix(name).rows(), two.matrix(name).rows()), name
+
+
+def test_imports_of_twins_compute_the_same(tmp_path):
+    """PQ2_0, PTQ1_0 and MLX files of one model: `compare` finds nothing between them."""
+    source = write(tmp_path / "m")
+    models = []
+    for target in ("gguf-pq2_0", "gguf-ptq1_0", "mlx-2bit"):
+        export(source, tmp_path / target, to=target)
+        convert(tmp_path / target, tmp_path / f"{target}.out")
+        models.append(bonsai.load(tmp_path / f"{target}.out", backend="reference"))
+    for other in models[1:]:
+        found = fidelity.compare(models[0], other, "".join(SAYINGS))
+        assert (found.max, found.same_top, found.ratio) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("target", ["gguf-pq2_0", "mlx-2bit"])
