@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from bonsai import backends, hub
-from bonsai.backends import Backend, Engine, Progress, Session
+from bonsai.backends import Backend, Engine, MemoryLimit, Progress, Session
 from bonsai.chat import Chat
 from bonsai.errors import ContextOverflow, FormatError, InvalidRequest
 from bonsai.format import Checkpoint
 from bonsai.reply import Chunk, Completion, Record, Request, Stream, Timings, Usage, run
 from bonsai.sampling import Sampling
+from bonsai.sizes import read_size
 from bonsai.stops import read_stops
 from bonsai.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ def load(
     backend: str | Backend = "auto",
     max_context: int | None = None,
     threads: int | None = None,
+    memory_limit: int | str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -41,6 +43,8 @@ def load(
 
     `max_context` is how many tokens prompt and reply may have together; by default what the model
     was made for, but at most 8192. `threads` are CPU threads; by default the backend chooses.
+    `memory_limit` ("2GiB", or bytes) is what the process may have while one reply runs; layers that
+    do not fit are read from the files as they are needed (docs/memory.md).
     `revision` is the branch, tag or commit of a pulled model. `progress(stage, done, total)` is
     called while weights are loaded.
 
@@ -50,12 +54,17 @@ def load(
         max_context = _count(max_context, "max_context")
     if threads is not None:
         threads = _count(threads, "threads")
+    memory = None
+    if memory_limit is not None:
+        limit = read_size(memory_limit, "memory_limit")
+        memory = MemoryLimit(limit, DEFAULT_CONTEXT if max_context is None else max_context)
     chosen = backends.select(backend) if isinstance(backend, str) else backend
     checkpoint = Checkpoint.open(hub.resolve(os.fspath(name_or_path), revision))
     try:
+        tokenizer = Tokenizer.open(checkpoint.path)  # first: the limit counts its memory
         return Model(
-            chosen.load(checkpoint, progress, threads=threads),
-            Tokenizer.open(checkpoint.path),
+            chosen.load(checkpoint, progress, threads=threads, memory=memory),
+            tokenizer,
             name=os.fspath(name_or_path),
             sampling=_recommended(checkpoint.manifest.sampling),
             max_context=max_context,

@@ -17,7 +17,7 @@ from bonsai.errors import BonsaiError, ContextOverflow, InvalidRequest
 from bonsai.sampling import Sampling
 
 if TYPE_CHECKING:
-    from bonsai.backends import Progress
+    from bonsai.backends import MemoryLimit, Progress
     from bonsai.format import Checkpoint
     from bonsai.generate import Model
 
@@ -85,6 +85,7 @@ class ScriptedBackend:
         progress: Progress | None = None,
         *,
         threads: int | None = None,
+        memory: MemoryLimit | None = None,
     ) -> ScriptedEngine:
         from bonsai.tokenizer import Tokenizer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,18 @@ from bonsai.errors import BackendUnavailable, BonsaiError
 from bonsai.format import Checkpoint
 from bonsai.sampling import Sampling
 
-__all__ = ["MODES", "NAMES", "Backend", "Engine", "Progress", "Session", "get", "select", "status"]
+__all__ = [
+    "MODES",
+    "NAMES",
+    "Backend",
+    "Engine",
+    "MemoryLimit",
+    "Progress",
+    "Session",
+    "get",
+    "select",
+    "status",
+]
 
 NAMES = ("cpu", "reference")
 """Every backend in the package. "auto" takes the first that works, and never "reference"."""
@@ -27,6 +39,17 @@ MODES = ("cpu-exact",)
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total): called from the thread that works, often, cheaply."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """At most `limit` bytes of memory for the process, while one session of `context` tokens runs.
+
+    Mapped pages count, but not what the system caches of files by itself and takes back at will.
+    """
+
+    limit: int
+    context: int
 
 
 class Session(Protocol):
@@ -119,11 +142,14 @@ class Backend(Protocol):
         progress: Progress | None = None,
         *,
         threads: int | None = None,
+        memory: MemoryLimit | None = None,
     ) -> Engine:
         """The checkpoint's weights, ready to run.
 
         `threads` CPU threads, 1 or more; None is the backend's choice. Where there is nothing to
-        choose a number is refused with InvalidRequest.
+        choose a number is refused with InvalidRequest. So is a `memory` that is too small, and any
+        where weights cannot come and go; None is all there is. With `memory` the checkpoint must
+        stay open as long as the engine is used.
         """
         ...
 

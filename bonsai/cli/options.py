@@ -71,6 +71,21 @@ class BackendName(click.ParamType):
         return str(value)
 
 
+class Memory(click.ParamType):
+    """An amount of memory with a unit, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        from bonsai.errors import InvalidRequest
+        from bonsai.sizes import read_size
+
+        try:
+            return read_size(value, "the size")
+        except InvalidRequest:
+            self.fail(f"{value!r} is not a number with a unit, such as 2GiB or 500MB", param, ctx)
+
+
 class Finite(click.FloatRange):
     """A number within a range; "nan" and "inf" are in none."""
 
@@ -95,6 +110,7 @@ class Load:
     max_context: int | None = None
     threads: int | None = None
     revision: str | None = None
+    memory_limit: int | None = None
 
     def __call__(self, progress: Report | None = None) -> Model:
         from bonsai import generate
@@ -105,6 +121,7 @@ class Load:
             max_context=self.max_context,
             threads=self.threads,
             revision=self.revision,
+            memory_limit=self.memory_limit,
             progress=progress,
         )
 
@@ -209,14 +226,15 @@ def model_options(verb: Verb) -> Verb:
     @functools.wraps(verb)
     def with_load(
         *args: Any, model: str | None, backend: str, max_context: int | None,
-        threads: int | None, revision: str | None, **rest: Any,
+        threads: int | None, revision: str | None, memory_limit: int | None, **rest: Any,
     ) -> Any:  # fmt: skip
         if not model:
             raise usage(
                 "no model given",
                 "-m NAME_OR_PATH, or set BONSAI_MODEL; `bonsai models ls` lists what is here",
             )
-        return verb(*args, load=Load(model, backend, max_context, threads, revision), **rest)
+        load = Load(model, backend, max_context, threads, revision, memory_limit)
+        return verb(*args, load=load, **rest)
 
     for decorator in reversed((
         click.option("-m", "--model", type=TEXT, metavar="MODEL", envvar="BONSAI_MODEL",
@@ -229,6 +247,9 @@ def model_options(verb: Verb) -> Verb:
                      "model was made for, at most 8192."),
         click.option("--threads", type=POSITIVE, metavar="N",
                      help="CPU threads. Default: the CPUs that this process may use."),
+        click.option("--memory-limit", type=Memory(), metavar="SIZE",
+                     help="Memory that the process may have, such as 2GiB; layers that do not fit "
+                     "are read from the disk as they are needed."),
         click.option("--revision", type=TEXT, metavar="REV",
                      help="Branch, tag or commit of a model that was pulled."),
     )):  # fmt: skip

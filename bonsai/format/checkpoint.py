@@ -153,6 +153,11 @@ class Checkpoint:
         for plane in planes(name, self.entry(name)):
             self._store.release(plane)
 
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read the pages of a tensor soon."""
+        for plane in planes(name, self.entry(name)):
+            self._store.prefetch(plane)
+
     def close(self) -> None:
         """Close the files. Arrays that are still held stay valid."""
         self._store.close()

@@ -92,14 +92,22 @@ class Mapped:
     def release(self, name: str) -> None:
         """Tell the system that the pages of a tensor may leave memory; they come back when read."""
         info = self.info(name)
-        advice = getattr(mmap, "MADV_DONTNEED", None)
-        if advice is None or self._map is None:
-            return
         # Whole pages only: a page shared with a neighbour stays.
         start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop > start:
-            self._map.madvise(advice, start, stop - start)
+        self._advise("MADV_DONTNEED", start, stop)
+
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read the pages of a tensor soon; returns at once."""
+        info = self.info(name)
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._advise("MADV_WILLNEED", start, info.offset + info.nbytes)
+
+    def _advise(self, advice: str, start: int, stop: int) -> None:
+        """Nothing where the system has no such advice, or the file is closed."""
+        value = getattr(mmap, advice, None)
+        if value is not None and self._map is not None and stop > start:
+            self._map.madvise(value, start, stop - start)
 
     def close(self) -> None:
         """Close the file. Arrays that are still held keep the mapping alive until they go."""

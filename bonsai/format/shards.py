@@ -54,6 +54,10 @@ class ShardedTensors:
         """Tell the system that the pages of a tensor may leave memory."""
         self._file(name).release(name)
 
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read the pages of a tensor soon."""
+        self._file(name).prefetch(name)
+
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -468,3 +468,14 @@ def _drain(process, terminal) -> bytes:
             seen += os.read(terminal, 65536)
         if ended:
             return seen
+
+
+def test_memory_limit(script, bonsai):
+    backend = script("ok")
+    assert bonsai("--memory-limit", "2GiB", "Hi").code == 0
+    assert backend.loads[-1][1]["memory_limit"] == 2 << 30
+    assert bonsai("Hi").code == 0
+    assert backend.loads[-1][1]["memory_limit"] is None
+    for nonsense in ("2", "lots", "-1GB", "0GiB"):
+        result = bonsai("--memory-limit", nonsense, "Hi")
+        assert result.code == 2 and "not a number with a unit, such as 2GiB" in result.err

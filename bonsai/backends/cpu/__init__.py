@@ -10,8 +10,7 @@ import importlib
 import os
 from types import ModuleType
 
-from bonsai import models
-from bonsai.backends import Progress
+from bonsai.backends import MemoryLimit, Progress, streaming
 from bonsai.backends.eager import EagerEngine, State
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
@@ -42,6 +41,7 @@ class CpuBackend:
         progress: Progress | None = None,
         *,
         threads: int | None = None,
+        memory: MemoryLimit | None = None,
     ) -> EagerEngine:
         """The checkpoint's weights, where they lie: its files stay mapped.
 
@@ -55,7 +55,8 @@ class CpuBackend:
         from bonsai.backends.cpu.ops import CpuOps  # needs the native module
 
         ops = CpuOps(_isa(native), exact=self._exact)
-        model = models.load(checkpoint, ops, progress)
+        width = 4 if self._exact else 2
+        model, note = streaming.load(checkpoint, ops, memory, width, progress)
         spec = model.config.state
 
         def new_state(max_context: int) -> State:
@@ -63,7 +64,7 @@ class CpuBackend:
             return ops.new_state(*sizes, spec.delta)
 
         mode = ", exact" if self._exact else ""
-        where = f"cpu: {ops.kernels.name}, {_count(count, 'thread')}{mode}"
+        where = f"cpu: {ops.kernels.name}, {_count(count, 'thread')}{mode}{note}"
         return EagerEngine(model, ops, new_state, where)
 
 

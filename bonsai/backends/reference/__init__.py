@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bonsai import models
-from bonsai.backends import Progress
+from bonsai.backends import MemoryLimit, Progress, streaming
 from bonsai.backends.eager import EagerEngine
 from bonsai.backends.reference.ops import ReferenceOps
 from bonsai.backends.reference.state import KVState
@@ -29,6 +28,7 @@ class ReferenceBackend:
         progress: Progress | None = None,
         *,
         threads: int | None = None,
+        memory: MemoryLimit | None = None,
     ) -> EagerEngine:
         """The checkpoint's weights, where they lie: its files stay mapped."""
         if threads is not None:
@@ -37,13 +37,13 @@ class ReferenceBackend:
                 hint="leave --threads out (in Python: threads=None)",
             )
         ops = ReferenceOps()
-        model = models.load(checkpoint, ops, progress)
+        model, note = streaming.load(checkpoint, ops, memory, 4, progress)
         spec = model.config.state
 
         def new_state(max_context: int) -> KVState:
             return KVState(spec.kv_layers, spec.kv_heads, spec.head_dim, max_context, spec.delta)
 
-        return EagerEngine(model, ops, new_state, f"reference: {self.status()}")
+        return EagerEngine(model, ops, new_state, f"reference: {self.status()}{note}")
 
 
 BACKEND = ReferenceBackend()
