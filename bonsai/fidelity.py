@@ -166,7 +166,7 @@ def perplexity(
     plan = _plan((model,), text, window, stride, limit)
     losses = np.empty(plan.total)
     with model.session() as session:
-        for i, (log_p, target) in enumerate(_predictions(model, session, plan)):
+        for i, (log_p, target) in enumerate(_predictions(session, plan)):
             losses[i] = -log_p[target]
             _report(progress, i + 1, plan.total)
     return plan.perplexity(losses)
@@ -190,7 +190,7 @@ def compare(
     plan = _plan((a, b), text, window, stride, limit)
     found = np.empty((5, plan.total))  # loss of A, loss of B, KL, same top, difference at the top
     with ExitStack() as stack:
-        rows = [_predictions(m, stack.enter_context(m.session()), plan) for m in (a, b)]
+        rows = [_predictions(stack.enter_context(m.session()), plan) for m in (a, b)]
         for i, ((log_a, target), (log_b, _)) in enumerate(zip(*rows, strict=True)):
             found[:, i] = (-log_a[target], -log_b[target], *_distance(log_a, log_b))
             _report(progress, i + 1, plan.total)
@@ -219,6 +219,7 @@ class _Plan:
     windows: list[Window]
     window: int
     stride: int
+    valid: int  # ids below this are tokens, and what probabilities are over
 
     @property
     def total(self) -> int:
@@ -249,19 +250,19 @@ def _plan(
                 f"{model.engine.vocab}",
                 hint="tokenizer and weights come from different models; convert it again",
             )
-    return _Plan(windows(ids, prefix, window, stride), window, stride)
+    valid = min(tokenizer.size, *(model.engine.vocab for model in models))
+    return _Plan(windows(ids, prefix, window, stride), window, stride, valid)
 
 
-def _predictions(model: Model, session: Session, plan: _Plan) -> Iterator[tuple[np.ndarray, int]]:
+def _predictions(session: Session, plan: _Plan) -> Iterator[tuple[np.ndarray, int]]:
     """(ln p of every id that the tokenizer has, the id that came), for each scored token."""
-    valid = min(model.tokenizer.size, model.engine.vocab)
     for part in plan.windows:
         first = len(part.ids) - part.scored  # of the tokens to predict; the row before predicts it
         session.rewind(0)
         session.prefill(part.ids[: first - 1])
         rows = (row for block in session.score(part.ids[first - 1 : -1]) for row in block)
         for row, target in zip(rows, part.ids[first:], strict=True):
-            yield log_softmax(row[:valid]), target
+            yield log_softmax(row[: plan.valid]), target
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:

@@ -90,7 +90,7 @@ def export(
 def _gguf(
     checkpoint: Checkpoint, target: Path, to: str, allow_f16: bool, progress: Progress | None
 ) -> ExportReport:
-    metadata = gguf_metadata(checkpoint, to)
+    metadata = gguf_metadata(checkpoint, to, target.stem)
     tensors = gguf_tensors(checkpoint, to, allow_f16)
     step = _counter(sum(tensor.nbytes for tensor in tensors), progress)
     with _beside(target) as partial, open(partial, "xb") as file:

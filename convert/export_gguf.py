@@ -29,14 +29,17 @@ FILE_TYPES = {"PQ2_0": 141, "PTQ1_0": 143, "TQ2_0": 37, "Q2_0": 41}  # llama.cpp
 QUANTIZATION_VERSION = 2  # of the block layouts of ggml
 
 
-def gguf_metadata(checkpoint: Checkpoint, target: str) -> dict[str, Any]:
-    """All keys. Raises ConversionError for a config or tokenizer that they cannot say exactly."""
+def gguf_metadata(checkpoint: Checkpoint, target: str, title: str) -> dict[str, Any]:
+    """All keys; `title` is a name for people.
+
+    Raises ConversionError for a config or tokenizer that they cannot say exactly.
+    """
     config, name = checkpoint.config, checkpoint.architecture
     own = _sizes(config) | _rope(config["rope"])
     metadata = {
         "general.architecture": name,
         "general.type": "model",
-        "general.name": checkpoint.path.resolve().name,
+        "general.name": title,
         "general.file_type": Typed(U32, FILE_TYPES[TARGETS[target].name]),
         "general.quantization_version": Typed(U32, QUANTIZATION_VERSION),
         **{f"{name}.{key}": value for key, value in own.items()},
