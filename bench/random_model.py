@@ -308,13 +308,15 @@ def _write_header(file: BinaryIO, values: dict[str, Any], listed: list[Listed]) 
     for name, kind, size in listed:
         dims = size[::-1]
         file.write(_string(name) + struct.pack(f"<I{len(dims)}qiQ", len(dims), *dims, kind, offset))
-        elements = int(np.prod(size))
-        nbytes = (
-            elements // BLOCK * BLOCK_BYTES[kind]
-            if kind in BLOCK_BYTES
-            else elements * (2 if kind == BF16 else 4)
-        )
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        offset += -(-stored(kind, size) // ALIGNMENT) * ALIGNMENT
+
+
+def stored(kind: int, size: tuple[int, ...]) -> int:
+    """Bytes of a tensor in the file."""
+    elements = int(np.prod(size))
+    if kind in BLOCK_BYTES:
+        return elements // BLOCK * BLOCK_BYTES[kind]
+    return elements * (2 if kind == BF16 else 4)
 
 
 def _pad(file: BinaryIO) -> None:
