@@ -27,10 +27,10 @@ model: .venv/test.stamp
 	$(VENV) -m bonsai models pull $(MODEL)
 
 test: .venv/test.stamp
-	$(VENV) -m pytest -m "not oracle" $(ARGS)
+	$(VENV) -m pytest -n auto -m "not oracle" $(ARGS)
 
 test-oracles: .venv/oracles.stamp
-	$(VENV) -m pytest -m oracle $(ARGS)
+	$(VENV) -m pytest -n auto -m oracle $(ARGS)
 
 check: .venv/check.stamp
 	$(VENV) -m ruff check .
