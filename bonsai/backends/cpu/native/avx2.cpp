@@ -70,9 +70,7 @@ void gemv(const Task& task) {
     const Scratch scratch = cut<Block>(task);
     const RowScales scales = scratch.row(0).scales;
     for (int64_t row = task.first; row < task.last; ++row) {
-        load_scales(task, Block::kCenter, row, scales);
-        multiply_scales(scales.scales, x.scales, x.chunks, scratch.products);
-        __m256 acc = bias_lanes(task, scales, x.sums);
+        __m256 acc = start_row(task, Block::kCenter, row, scales, scratch.products);
         const uint8_t* codes = task.w->codes + row * task.w->codes_stride;
         for (int64_t b = 0; b < x.blocks; ++b) {
             _mm_prefetch(reinterpret_cast<const char*>(codes + b * Block::kBytes) + kPrefetch,

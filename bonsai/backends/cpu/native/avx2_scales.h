@@ -75,5 +75,56 @@ __m256 bias_lanes(const Task& task, const RowScales& row, const float* sums) {
     return _mm256_add_ps(acc, _mm256_load_ps(last));
 }
 
+// Eight halves as floats.
+inline __m256 widen_eight(const uint8_t* halves) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+}
+
+// The last `left` (1 to 7) halves before `end`, then zeros. Eight halves before `end` are read.
+inline __m256 widen_last(const uint8_t* end, int64_t left) {
+    alignas(16) static const uint8_t kMove[32] = {0,    1,    2,    3,    4,    5,    6,    7,
+                                                  8,    9,    10,   11,   12,   13,   14,   15,
+                                                  0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80,
+                                                  0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80};
+    const auto load = [](const uint8_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    };
+    return _mm256_cvtph_ps(_mm_shuffle_epi8(load(end - 16), load(kMove + 16 - 2 * left)));
+}
+
+// With one token, the products of scales and what the biases contribute, in one pass over the
+// scales of a row; the same operations as `multiply_scales` and `bias_lanes` after `load_scales`.
+__m256 start_row(const Task& task, int center, int64_t row, const RowScales& spare,
+                 float* products) {
+    const Matrix& w = *task.w;
+    const Activations& x = *task.x;
+    if (w.group != x.chunk || w.groups < 8) {
+        load_scales(task, center, row, spare);
+        multiply_scales(spare.scales, x.scales, x.chunks, products);
+        return bias_lanes(task, spare, x.sums);
+    }
+    const uint8_t* scales = w.scales + 2 * row * w.groups;
+    const uint8_t* biases = w.biases ? w.biases + 2 * row * w.groups : nullptr;
+    const __m256 middle = _mm256_set1_ps(float(center));
+    __m256 acc = _mm256_setzero_ps();
+    int64_t g = 0;
+    for (; g + 8 <= w.groups; g += 8) {
+        const __m256 s = widen_eight(scales + 2 * g);
+        _mm256_storeu_ps(products + g, _mm256_mul_ps(s, _mm256_loadu_ps(x.scales + g)));
+        if (!biases) continue;
+        const __m256 b = _mm256_add_ps(widen_eight(biases + 2 * g), _mm256_mul_ps(middle, s));
+        acc = _mm256_fmadd_ps(b, _mm256_loadu_ps(x.sums + g), acc);
+    }
+    _mm256_storeu_ps(products + g, _mm256_setzero_ps());  // for chunks beyond the groups
+    const int64_t left = w.groups - g;
+    if (left == 0) return acc;
+    const __m256 s = widen_last(scales + 2 * w.groups, left);
+    _mm256_storeu_ps(products + g, _mm256_mul_ps(s, _mm256_loadu_ps(x.scales + g)));
+    if (!biases) return acc;
+    const __m256 b =
+        _mm256_add_ps(widen_last(biases + 2 * w.groups, left), _mm256_mul_ps(middle, s));
+    return _mm256_add_ps(acc, _mm256_mul_ps(b, _mm256_loadu_ps(x.sums + g)));
+}
+
 }  // namespace
 }  // namespace bonsai

@@ -45,7 +45,7 @@ struct Layout {
 // Quantized activations of T tokens: value = scales[chunk] * q. A chunk is min(group, 128) elements
 // for ternary routes (int8) and 32 for affine ones (int16), and never larger than a block.
 // Blocks are whole; elements beyond the columns are 0 and chunks beyond them have scale 0. All
-// float arrays have kPadFloats to spare at their end.
+// float arrays have kPadFloats to spare at their end; those behind scales and sums are 0.
 struct Activations {
     int64_t blocks, chunks;  // per token; chunks counts those of whole blocks
     int chunk;

@@ -120,6 +120,7 @@ Linear::Input Linear::prepare(const Need& need, const float* x, int64_t tokens,
         q.lane_sums = rows.lane_sums =
             memory.lane_sums.get<int32_t>(tokens * q.blocks * layout.lanes);
         std::fill_n(rows.scales + tokens * q.chunks, kPadFloats, 0.0f);
+        std::fill_n(rows.sums + tokens * q.chunks, kPadFloats, 0.0f);
     }
     if (!transformed && !need.route) return input;
     Pool::shared().run(tokens, [&](int64_t t) {
