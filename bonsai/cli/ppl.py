@@ -24,8 +24,8 @@ def window_options(verb: Any) -> Any:
         click.option("--window", type=options.POSITIVE, metavar="N",
                      help="Tokens that the model sees at once. Default: 1024, or its context."),
         click.option("--stride", type=options.POSITIVE, metavar="N",
-                     help="Tokens by which the window moves on: after the first window, a token has "
-                     "at least window - stride before it. Default: half a window."),
+                     help="Tokens by which the window moves on: after the first window, a token "
+                     "has at least window - stride before it. Default: half a window."),
         click.option("--limit", type=options.POSITIVE, metavar="N",
                      help="Score only the first N tokens of the text. Default: all."),
     )):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ops on native kernels: float32 NumPy arrays in and out, weights where the checkpoint has them.
+"""The ops on native kernels: float32 NumPy arrays in and out, weights where the checkpoint is.
 
 Knows how arrays must lie for the kernels, which check every shape again. Ternary linears multiply
 int8 activations, q4 and q8 ones int16 activations, dense ones float32; with `exact` every linear
@@ -22,7 +22,7 @@ from bonsai.sampling import Sampling
 __all__ = ["CpuLinear", "CpuOps"]
 
 ROPE_BLOCK = 1024
-"""Positions by which the tables of cosines grow: a few hundred kilobytes, once a thousand tokens."""
+"""Positions by which the tables of cosines grow: a few hundred kilobytes each time."""
 
 
 class CpuLinear:
@@ -146,21 +146,15 @@ class CpuOps(DeltaOps):
 def native_matrix(matrix: Matrix) -> Any:
     """The matrix as kernels see it: its planes as bytes, where they lie."""
     rows, columns = matrix.shape
-    transform = matrix.transform
+    kind, transform = matrix.packing, matrix.transform
     signs = None if transform is None else np.ascontiguousarray(transform.signs, np.int8)
     block = 0 if transform is None else transform.block
-    packed = isinstance(matrix, PackedMatrix)
-    return _native.PackedMatrix(
-        matrix.packing,
-        rows,
-        columns,
-        matrix.group if packed else 0,
-        _bytes(matrix.codes if packed else matrix.values),
-        _bytes(matrix.scales) if packed else None,
-        _bytes(matrix.biases) if packed and matrix.biases is not None else None,
-        signs,
-        block,
-    )
+    if not isinstance(matrix, PackedMatrix):
+        values = _bytes(matrix.values)
+        return _native.PackedMatrix(kind, rows, columns, 0, values, None, None, signs, block)
+    codes, scales, group = _bytes(matrix.codes), _bytes(matrix.scales), matrix.group
+    biases = None if matrix.biases is None else _bytes(matrix.biases)
+    return _native.PackedMatrix(kind, rows, columns, group, codes, scales, biases, signs, block)
 
 
 def _bytes(plane: np.ndarray) -> np.ndarray:
