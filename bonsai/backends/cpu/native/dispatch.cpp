@@ -8,19 +8,20 @@
 #endif
 
 #if defined(__x86_64__) || defined(_M_X64)
-#define BONSAI_AVX2
+#define BONSAI_X86
 #endif
 
 namespace bonsai {
 
 extern const Kernels kPortable;
-#ifdef BONSAI_AVX2
+#ifdef BONSAI_X86
 extern const Kernels kAvx2;
+extern const Kernels kAvx512Vnni;
 #endif
 
 namespace {
 
-#ifdef BONSAI_AVX2
+#ifdef BONSAI_X86
 
 struct Registers {
     uint32_t eax, ebx, ecx, edx;
@@ -59,11 +60,20 @@ bool has_avx2() {
     return has(cpuid(7, 0).ebx, 5);
 }
 
+bool has_avx512vnni() {
+    if (!has_avx2() || (enabled_state() & 0xe6) != 0xe6) return false;
+    const Registers more = cpuid(7, 0);
+    const bool f = has(more.ebx, 16), dq = has(more.ebx, 17), bw = has(more.ebx, 30);
+    const bool vl = has(more.ebx, 31), vnni = has(more.ecx, 11);
+    return f && dq && bw && vl && vnni;
+}
+
 #endif
 
 std::vector<const Kernels*> supported() {
     std::vector<const Kernels*> found;
-#ifdef BONSAI_AVX2
+#ifdef BONSAI_X86
+    if (has_avx512vnni()) found.push_back(&kAvx512Vnni);
     if (has_avx2()) found.push_back(&kAvx2);
 #endif
     found.push_back(&kPortable);
@@ -74,7 +84,8 @@ std::vector<const Kernels*> supported() {
 
 const std::vector<const Kernels*>& compiled_kernels() {
     static const std::vector<const Kernels*> all{
-#ifdef BONSAI_AVX2
+#ifdef BONSAI_X86
+        &kAvx512Vnni,
         &kAvx2,
 #endif
         &kPortable,
