@@ -15,18 +15,19 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bonsai import cache
+from bonsai import cache, locks
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
 
 __all__ = [
     "MANIFEST",
     "Entry",
     "Name",
+    "alone",
     "entries",
     "parse",
     "place",
@@ -160,15 +161,36 @@ def entries() -> list[Entry]:
 
 
 def remove(name: Name) -> int:
-    """Delete every revision of a model and broken downloads of it; the bytes that were freed."""
+    """Delete every revision of a model and broken downloads of it; the bytes that were freed.
+
+    Raises ModelNotFound, and BonsaiError while another process pulls the model.
+    """
+
+    def refuse() -> None:
+        raise BonsaiError(f"'{name.text}' is being pulled by another process", hint="stop it first")
+
     folders = [store() / name.folder, _workspace(name)]
     folders = [folder for folder in folders if folder.is_dir()]
     if not folders:
         raise ModelNotFound(f"'{name.text}' is not in the store", hint="bonsai models ls")
-    freed = sum(tree_bytes(folder) for folder in folders)
-    for folder in folders:
-        _delete(folder)
+    with alone(name, refuse):
+        freed = sum(tree_bytes(folder) for folder in folders)
+        for folder in folders:
+            _delete(folder)
     return freed
+
+
+@contextmanager
+def alone(name: Name, waiting: Callable[[], None]) -> Iterator[None]:
+    """The only process that changes this model in the store; see `locks.exclusive` for the wait.
+
+    What was not published before may be published when the wait is over.
+    """
+    try:
+        with locks.exclusive(store() / ".incoming" / f"{name.folder}.lock", waiting):
+            yield
+    finally:
+        _tidy(name)
 
 
 @contextmanager
@@ -177,8 +199,8 @@ def workspace(
 ) -> Iterator[Path]:
     """A folder in the store for the raw files of one commit; afterwards it is gone.
 
-    After an exception of a kind in `keep_on` the files stay, so that the next run goes on from
-    them. Files of another commit are deleted at once.
+    Two processes would share it, so use it `alone`. After an exception of a kind in `keep_on` the
+    files stay, so that the next run goes on from them. Files of another commit are deleted at once.
     """
     root = _workspace(name)
     folder = root / commit
@@ -277,9 +299,13 @@ def _workspace(name: Name) -> Path:
 
 def _sweep(name: Name) -> None:
     """Delete a workspace, and the folders of the store that are empty without it."""
-    root = _workspace(name)
-    _delete(root)
-    for parent in (root.parent, store() / name.folder, store()):
+    _delete(_workspace(name))
+    _tidy(name)
+
+
+def _tidy(name: Name) -> None:
+    """Delete the folders of the store that are empty."""
+    for parent in (_workspace(name).parent, store() / name.folder, store()):
         try:
             parent.rmdir()
         except OSError:  # not empty, or never made

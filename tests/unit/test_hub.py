@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,7 +198,7 @@ def test_the_verbs_of_the_store(stored, home, monkeypatch):
     no = run(monkeypatch, "models", "rm", "../x")
     assert no.code == 1 and "no model at '../x'" in no.err
     assert run(monkeypatch, "models", "rm", "owner/name", "--yes").code == 0
-    assert below(home) == ["bonsai"]
+    assert below(home) == []
     assert run(monkeypatch, "models", "path", "owner/name").err == (
         "error: 'owner/name' is not on this machine\nhint:  bonsai models pull owner/name\n"
     )
@@ -317,6 +319,36 @@ def test_a_broken_connection_keeps_the_whole_files(home, checkpoint):
         assert pull(home, server.url, "o/m").returncode == 0
         assert f"GET /o/m/resolve/{commit}/manifest.json" not in server.requests
     assert not kept.exists() and hub.resolve("o/m").name == commit
+
+
+def test_a_pull_waits_for_another_and_takes_what_it_left(home, checkpoint):
+    name = hub.parse("o/m")
+    with serve() as server, ThreadPoolExecutor() as threads:
+        commit = server.add("o/m", files(checkpoint))
+        with hub.alone(name, pytest.fail):
+            second = threads.submit(pull, home, server.url, "o/m")
+            while not server.requests and not second.done():
+                time.sleep(0.05)
+            time.sleep(0.5)
+            assert not second.done()
+            with pytest.raises(BonsaiError, match="'o/m' is being pulled by another process"):
+                hub.place(name, commit)
+                hub.remove(name)
+            checkpoint.rename(hub.place(name, commit))
+        done = second.result()
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not any("resolve" in request for request in server.requests)
+    assert hub.resolve("o/m").name == commit
+    assert not (home / "bonsai" / ".incoming").exists()
+
+
+def test_two_pulls_at_once_both_succeed(home, checkpoint):
+    with serve() as server, ThreadPoolExecutor() as threads:
+        commit = server.add("o/m", files(checkpoint))
+        both = [threads.submit(pull, home, server.url, "o/m") for _ in range(2)]
+        assert [(done.result().returncode, done.result().stderr) for done in both] == [(0, "")] * 2
+        assert server.requests.count(f"GET /o/m/resolve/{commit}/model.safetensors") == 1
+    assert not (home / "bonsai" / ".incoming").exists()
 
 
 # Pulling from a wheel

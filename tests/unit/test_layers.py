@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = (  # lowest first; a part may import itself and what stands below it
-    {"errors", "callable_module", "cache"},
+    {"errors", "callable_module", "cache", "locks"},
     {"sizes"},
     {"config", "ternary", "sampling", "stops"},
     {"affine"},
