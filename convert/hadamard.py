@@ -16,7 +16,7 @@ import numpy as np
 from bonsai.config import Fields
 from bonsai.convert.encode import row_blocks
 from bonsai.convert.report import TensorReport
-from bonsai.convert.source import SourceTensor
+from bonsai.convert.source import NotOfThisClass, SourceTensor
 from bonsai.errors import ConversionError, UnsupportedModel
 from bonsai.matrix import SignedHadamard
 
@@ -151,13 +151,20 @@ def proof_of(
         source = names[report.name]
         if report.relative_error or len(report.shape) != 2 or report.name == "embedding":
             continue
-        transform = source.read(slice(0, 1)).transform
-        if transform is None:
-            continue
-        x = np.random.Generator(np.random.PCG64(0)).standard_normal(report.shape[1])
-        turned = transform.forward(x.astype(np.float32).astype(np.float64))
-        y = np.concatenate(
-            [source.read(rows).rows() @ turned for rows in row_blocks(*report.shape)]
-        )
-        return report.name, x.astype(np.float32), y.astype(np.float32)
+        try:
+            found = _proof(source, report)
+        except NotOfThisClass:  # only some rows of it are; it was stored in the other class
+            found = None if source.otherwise is None else _proof(source.otherwise, report)
+        if found is not None:
+            return found
     return None
+
+
+def _proof(source: SourceTensor, report: TensorReport) -> tuple[str, np.ndarray, np.ndarray] | None:
+    transform = source.read(slice(0, 1)).transform
+    if transform is None:
+        return None
+    x = np.random.Generator(np.random.PCG64(0)).standard_normal(report.shape[1])
+    turned = transform.forward(x.astype(np.float32).astype(np.float64))
+    y = np.concatenate([source.read(rows).rows() @ turned for rows in row_blocks(*report.shape)])
+    return report.name, x.astype(np.float32), y.astype(np.float32)

@@ -36,5 +36,5 @@ def test_decoding_equals_that_of_transformers(runner: Runner, tmp_path: Path, na
         cache = result.past_key_values
         session.prefill(step)
         expected = result.logits[0, -1].numpy()
-        assert_allclose(session.logits(), expected, **runner.model)
+        assert_allclose(session.logits(), expected, **runner.bound("qwen35"))
         step = [int(np.argmax(expected))]
