@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -65,6 +67,8 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a traceback is printed only with -v."""
+    if arguments is None:
+        _end_tidily_when_told()
     _use_utf8()
     console = Console()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -148,6 +152,18 @@ def _flush(console: Console, code: int) -> int:
         console.error(f"cannot write standard output: {error.strerror}", None, error)
         return code or 1
     return code
+
+
+def _end_tidily_when_told() -> None:
+    """Let SIGTERM and SIGHUP unwind: half written folders go, and a terminal is sane again."""
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, leave)
 
 
 def _use_utf8() -> None:

@@ -28,7 +28,7 @@ revision_flag = click.option(
 )
 
 
-@click.group()
+@click.group(no_args_is_help=False)
 def models() -> None:
     """List, pull, find and remove models.
 

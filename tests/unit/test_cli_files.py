@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import tiny
-from command import run
+from command import Result, run
 
 from bonsai import bench as timing
 from bonsai import generate as generation
@@ -241,6 +243,30 @@ def test_rates_are_medians():
     assert (rate.median, rate.spread) == (20.0, 1.0)
     found = timing.Bench(None, rate, 0, 5, 0, 2_000_000, 0.0, 0)
     assert found.decode_gbps == pytest.approx(0.04)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_terminated_conversion_leaves_nothing(tmp_path, name):
+    source = tiny.write(tmp_path / "source")
+    code = f"""
+import os, signal, sys
+from bonsai.cli import main
+from bonsai.format import CheckpointWriter
+CheckpointWriter.finish = lambda *a, **k: os.kill(os.getpid(), signal.{name})
+sys.argv[1:] = {["convert", str(source), str(tmp_path / "out")]!r}
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    number = getattr(signal, name)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_models_without_a_verb_is_a_usage_error(bonsai):
+    assert bonsai("models") == Result(
+        2, "", "error: Missing command\nhint:  bonsai models --help\n"
+    )
 
 
 def test_doctor_says_what_works_and_why_not(bonsai, monkeypatch):
