@@ -60,19 +60,24 @@ void multiply_scales(const float* w, const float* x, int64_t n, float* s) {
     }
 }
 
+// The mask of the first `count` lanes, all of them from 8 on.
+inline __m256i first_lanes(int64_t count) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count < 8 ? count : 8)), lanes);
+}
+
 // Where a sum starts: at what the biases contribute.
 __m256 bias_lanes(const Task& task, const RowScales& row, const float* sums) {
     __m256 acc = _mm256_setzero_ps();
     if (!task.w->biases) return acc;
     const int64_t chunks = task.x->chunks;
-    int64_t c = 0;
-    for (; c + 8 <= chunks; c += 8) {
-        acc = _mm256_fmadd_ps(_mm256_loadu_ps(row.biases + c), _mm256_loadu_ps(sums + c), acc);
+    for (int64_t c = 0; c < chunks; c += 8) {
+        // Behind the last chunk there is another token, or nothing.
+        const __m256i mask = first_lanes(chunks - c);
+        const __m256 b = _mm256_maskload_ps(row.biases + c, mask);
+        acc = _mm256_fmadd_ps(b, _mm256_maskload_ps(sums + c, mask), acc);
     }
-    if (c == chunks) return acc;
-    alignas(32) float last[8] = {};
-    for (int64_t i = c; i < chunks; ++i) last[i - c] = row.biases[i] * sums[i];
-    return _mm256_add_ps(acc, _mm256_load_ps(last));
+    return acc;
 }
 
 // Eight halves as floats.
@@ -123,7 +128,7 @@ __m256 start_row(const Task& task, int center, int64_t row, const RowScales& spa
     if (!biases) return acc;
     const __m256 b =
         _mm256_add_ps(widen_last(biases + 2 * w.groups, left), _mm256_mul_ps(middle, s));
-    return _mm256_add_ps(acc, _mm256_mul_ps(b, _mm256_loadu_ps(x.sums + g)));
+    return _mm256_fmadd_ps(b, _mm256_loadu_ps(x.sums + g), acc);
 }
 
 }  // namespace

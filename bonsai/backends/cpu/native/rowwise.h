@@ -30,10 +30,13 @@ uint32_t float_to_bits(float value) {
 // even, and the integer stands in the low bits.
 constexpr float kRounder = 12582912.0f;
 
-// exp(x) within 2 units in the last place; 0 below -87, NaN stays NaN.
+// exp(x) within 2 units in the last place; 0 below -87, NaN stays NaN. Limits are laid over the
+// bits: a choice between floats would keep compilers that honour traps from vectorising the loop
+// around it.
 inline float exp_row(float x) {
-    float t = x > 88.0f ? 88.0f : x;
-    t = t < -87.0f ? -87.0f : t;
+    const uint32_t above = 0u - uint32_t(x > 88.0f), below = 0u - uint32_t(x < -87.0f);
+    const uint32_t limit = (float_to_bits(88.0f) & above) | (float_to_bits(-87.0f) & below);
+    const float t = bits_to_float((float_to_bits(x) & ~(above | below)) | limit);
     const float shifted = t * 1.44269504f + kRounder;
     const float n = shifted - kRounder;
     // ln 2 in two parts, so that n * high is exact for |n| < 2^15.
@@ -48,8 +51,13 @@ inline float exp_row(float x) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     const uint32_t exponent = (float_to_bits(shifted) - float_to_bits(kRounder) + 127u) << 23;
-    const float value = p * bits_to_float(exponent);
-    return x < -87.0f ? 0.0f : value;
+    return bits_to_float(float_to_bits(p * bits_to_float(exponent)) & ~below);
+}
+
+// a where it is larger, else b, also where a is NaN; as bits for the same reason.
+inline float larger(float a, float b) {
+    const uint32_t mask = 0u - uint32_t(a > b);
+    return bits_to_float((float_to_bits(a) & mask) | (float_to_bits(b) & ~mask));
 }
 
 void swiglu_row(const float* gate, const float* up, int64_t n, float* out) {
@@ -63,10 +71,10 @@ void softmax_row(float* scores, int count, float* max, float* sum) {
     float lanes[8];
     for (int l = 0; l < 8; ++l) lanes[l] = scores[l];
     for (int j = 8; j < padded; j += 8) {
-        for (int l = 0; l < 8; ++l) lanes[l] = scores[j + l] > lanes[l] ? scores[j + l] : lanes[l];
+        for (int l = 0; l < 8; ++l) lanes[l] = larger(scores[j + l], lanes[l]);
     }
     float largest = lanes[0];
-    for (int l = 1; l < 8; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
+    for (int l = 1; l < 8; ++l) largest = larger(lanes[l], largest);
     for (int j = 0; j < padded; ++j) scores[j] = exp_row(scores[j] - largest);
     for (int l = 0; l < 8; ++l) lanes[l] = 0;
     for (int j = 0; j < padded; j += 8) {
