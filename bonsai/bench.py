@@ -85,7 +85,9 @@ def run(
     if needed > model.max_context:
         raise InvalidRequest(
             f"the bench needs {needed:,} tokens of context, max_context is {model.max_context:,}",
-            hint=f"--max-context {needed}, or smaller -p, -n and -d",
+            hint=f"--max-context {needed}, or smaller -p, -n and -d"
+            if needed <= model.engine.context
+            else f"smaller -p, -n and -d: the model was made for {model.engine.context:,} tokens",
         )
     steps = [0, (repetitions + 1) * ((prompt > 0) + (reply > 0))]
 

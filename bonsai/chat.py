@@ -85,7 +85,7 @@ class Chat:
             stop=stop,
             sampling=sampling,
             progress=progress,
-            remedy="reset() the chat, remove old messages",
+            remedy="/reset (in Python: reset(), or remove old messages)",
         )
         record = Record(len(request.prompt))
         stream = Stream(self._turn(user, request, record), record)

@@ -47,8 +47,9 @@ def least_squares(
         )
     ordered = -np.sort(-blocks, axis=2)
     # float32 sums are exact where the magnitudes are equal fp16 numbers: ternary input comes back.
-    sums = np.cumsum(ordered, axis=2)
-    gain = np.square(sums) / np.arange(1, group + 1, dtype=np.float32)
+    with np.errstate(over="ignore"):  # such a group needs a scale that is refused below
+        sums = np.cumsum(ordered, axis=2)
+        gain = np.square(sums) / np.arange(1, group + 1, dtype=np.float32)
     best = gain.argmax(axis=2)[:, :, None]
     smallest = np.take_along_axis(ordered, best, axis=2)  # the least magnitude that is kept
     exact = (np.take_along_axis(sums, best, axis=2) / (best + 1))[:, :, 0]

@@ -174,7 +174,7 @@ def select(name: str = "auto") -> Backend:
     """The named backend, or for "auto" the first that works here."""
     if name != "auto":
         return get(name)
-    reasons = []
+    reasons, hints = [], []
     for candidate in NAMES:
         if candidate == "reference":
             continue
@@ -182,9 +182,10 @@ def select(name: str = "auto") -> Backend:
             return get(candidate)
         except BackendUnavailable as error:
             reasons.append(f"{candidate}: {error}")
+            hints += [error.hint] if error.hint else []
     raise BackendUnavailable(
         f"no backend can run here ({'; '.join(reasons)})",
-        hint="reinstall bonsai-lm, or --backend reference to see it work, slowly",
+        hint=f"{hints[0] if hints else 'reinstall bonsai-lm'}, or --backend reference: it is slow",
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from numpy.testing import assert_array_equal
 
+from bonsai import backends
 from bonsai.backends.cpu import BACKEND, CpuBackend
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
@@ -74,6 +75,9 @@ def test_kernels_that_are_not_here_are_refused_by_name(tmp_path: Path, monkeypat
     with pytest.raises(BackendUnavailable, match="BONSAI_CPU_ISA is 'sse9'") as caught:
         BACKEND.status()
     assert "portable" in caught.value.hint
+    with pytest.raises(BackendUnavailable, match="BONSAI_CPU_ISA is 'sse9'") as caught:
+        backends.select()
+    assert caught.value.hint.startswith(f"one of: {', '.join(native.supported())}, or --backend ")
     with Checkpoint.open(tiny.write(tmp_path / "m", tiny.Tiny())) as checkpoint:
         with pytest.raises(BackendUnavailable, match="sse9"):
             BACKEND.load(checkpoint)

@@ -162,7 +162,8 @@ def test_conversation_that_outgrows_the_context_says_what_to_do():
     work = len(backend.prompts)
     with pytest.raises(ContextOverflow, match="max_context is 100") as caught:
         chat.send("y" * 30)
-    assert "reset()" in caught.value.hint and "max_context" in caught.value.hint
+    assert caught.value.hint.startswith("/reset (in Python: reset(), ")
+    assert "max_context" in caught.value.hint
     assert chat.messages == before and len(backend.prompts) == work
     chat.reset()
     assert chat.messages == [SYSTEM]

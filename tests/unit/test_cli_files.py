@@ -231,8 +231,11 @@ def test_bench_says_when_it_does_not_fit(bonsai, scripted):
     result = bonsai("bench", "-p", "5000")
     assert result.code == 1 and result.err == (
         "error: the bench needs 5,000 tokens of context, max_context is 4,096\n"
-        "hint:  --max-context 5000, or smaller -p, -n and -d\n"
+        "hint:  smaller -p, -n and -d: the model was made for 4,096 tokens\n"
     )
+    with pytest.raises(InvalidRequest) as caught:
+        timing.run(model(ScriptedBackend(["a"]), max_context=100), prompt=4096, reply=0)
+    assert caught.value.hint == "--max-context 4096, or smaller -p, -n and -d"
     assert bonsai("bench", "-p", "0", "-n", "0").code == 2
     with pytest.raises(InvalidRequest):
         timing.run(model(ScriptedBackend(["a"])), prompt=1, reply=4095)
