@@ -110,13 +110,14 @@ struct AttentionTask {
     float* out;     // [n, width] sum of exp(score - max) * value
 };
 
-constexpr int kSpan = 256;      // positions per span of the KV cache
-constexpr int kTokenTile = 4;   // tokens that share one pass over an unpacked row
-constexpr int kRowTile = 8;     // rows that are unpacked at a time and share activations
-constexpr int kMaxBlock = 256;  // largest Layout::block
-constexpr int kMaxSlots = 320;  // largest Layout::slots
-constexpr int kMaxLanes = 32;   // largest Layout::lanes
-constexpr int kPadFloats = 16;  // floats that kernels may read beyond a row of scales
+constexpr int kSpan = 256;        // positions per span of the KV cache
+constexpr int kTokenTile = 4;     // tokens that share one pass over an unpacked row
+constexpr int kRowTile = 8;       // rows that are unpacked at a time and share activations
+constexpr int kScratchRows = 16;  // rows of scales and codes that `Task::scratch` has room for
+constexpr int kMaxBlock = 256;    // largest Layout::block
+constexpr int kMaxSlots = 320;    // largest Layout::slots
+constexpr int kMaxLanes = 32;     // largest Layout::lanes
+constexpr int kPadFloats = 16;    // floats that kernels may read beyond a row of scales
 
 struct Kernels {
     const char* name;

@@ -23,10 +23,10 @@ thread_local Buffer item_scratch;
 int64_t padded_columns(const Matrix& m) { return m.group ? m.groups * m.group : m.columns; }
 
 // `Task::scratch`, enough for any route: scales for a tile of tokens, then scales, biases and codes
-// (of up to two bytes) for a tile of rows.
+// (of up to two bytes) for several rows.
 int64_t scratch_bytes(const Layout& layout, const Activations& x) {
-    const int64_t floats = (kTokenTile + 2 * kRowTile) * round_up(x.chunks + kPadFloats, 16);
-    return floats * 4 + kRowTile * x.blocks * layout.slots * 2 + 64;
+    const int64_t floats = (kTokenTile + 2 * kScratchRows) * round_up(x.chunks + kPadFloats, 16);
+    return floats * 4 + kScratchRows * x.blocks * layout.slots * 2 + 64;
 }
 
 }  // namespace
