@@ -25,7 +25,7 @@ from bonsai.convert.gguf_tokenizer import (
 )
 from bonsai.convert.gguf_writer import U32, Typed
 from bonsai.errors import BonsaiError, ConversionError
-from bonsai.format.strict_json import parse_object
+from bonsai.format.strict_json import TOKENIZER_MARKS, parse_object
 from bonsai.tokenizer import Tokenizer
 
 __all__ = ["tokenizer_keys"]
@@ -46,7 +46,7 @@ def tokenizer_keys(folder: Path, rows: int, ends: Iterable[int]) -> dict[str, An
     files = {path.name: path.read_bytes() for path in _present(folder)}
     if "tokenizer.json" not in files:
         raise ConversionError(f"{folder}: there is no tokenizer.json to export")
-    document = parse_object(files["tokenizer.json"], where)
+    document = parse_object(files["tokenizer.json"], where, most=TOKENIZER_MARKS)
     config = parse_object(files.get("tokenizer_config.json", b"{}"), str(folder))
     tokenizer = Tokenizer.open(folder)
     if tokenizer.size > rows:

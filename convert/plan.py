@@ -17,7 +17,7 @@ from bonsai.convert.encode import row_blocks
 from bonsai.convert.recipes import Ignored, Step, match, recipe
 from bonsai.convert.source import SourceModel, SourceTensor
 from bonsai.errors import BonsaiError, ConversionError, InvalidRequest, UnsupportedModel
-from bonsai.format.strict_json import parse_object
+from bonsai.format.strict_json import TOKENIZER_MARKS, parse_object
 from bonsai.sampling import Sampling
 
 __all__ = ["Plan", "make_plan"]
@@ -144,7 +144,7 @@ def _tokenizer_size(model: SourceModel) -> int | None:
     if data is None:
         return None
     where = f"{model.path}: {TOKENIZER}"
-    parsed = parse_object(data, where)
+    parsed = parse_object(data, where, most=TOKENIZER_MARKS)
     try:
         vocab = parsed["model"]["vocab"]
         ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]

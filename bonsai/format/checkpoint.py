@@ -30,7 +30,8 @@ MANIFEST = "manifest.json"
 CONFIG = "config.json"
 NPZ = "model.npz"
 CHECKS = ("changed", "always", "never")
-MAX_MANIFEST = 16 << 20  # bytes
+MAX_MANIFEST = 8 << 20  # bytes
+MAX_CONFIG = 1 << 20  # bytes
 SMALL = 1 << 20  # files below this are hashed at every open: a tokenizer, the index, the config
 
 
@@ -288,7 +289,7 @@ def read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if CONFIG not in manifest.files:
         raise FormatError(f"{folder}: {MANIFEST} lists no {CONFIG}", hint=AGAIN)
     path = folder / CONFIG
-    config: Mapping[str, Any] = parse_object(read_small(path), str(path))
+    config: Mapping[str, Any] = parse_object(read_small(path, MAX_CONFIG), str(path))
     if config.get("architecture") != manifest.architecture:
         raise FormatError(
             f"{path}: architecture {config.get('architecture')!r:.60}, "

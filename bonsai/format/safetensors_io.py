@@ -21,7 +21,7 @@ from bonsai.format.strict_json import parse_object
 
 __all__ = ["DTYPES", "MAX_HEADER", "Mapped", "SafetensorsFile", "TensorInfo"]
 
-MAX_HEADER = 16 << 20  # bytes, about 150,000 tensors; parsing costs up to 20 times as much memory
+MAX_HEADER = 4 << 20  # bytes: room for as many tensors as `strict_json.MAX_MARKS` allows
 MAX_DIMS = 8
 MAX_NAME = 512
 

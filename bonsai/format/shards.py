@@ -20,7 +20,7 @@ __all__ = ["INDEX", "SINGLE", "ShardedTensors"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_INDEX = 64 << 20  # bytes
+MAX_INDEX = 16 << 20  # bytes
 
 
 class ShardedTensors:

@@ -55,6 +55,7 @@ def test_numbers_are_those_of_the_code() -> None:
     flat = " ".join(TEXT.split())
     for words in (
         f"N is at most {safetensors_io.MAX_HEADER >> 20} MiB",
+        f"at most {strict_json.MAX_MARKS:,} commas, colons and opening brackets outside strings",
         f"nests at most {strict_json.MAX_DEPTH} deep",
         f"more than {strict_json.MAX_DIGITS} digits",
         f"Names have 1 to {safetensors_io.MAX_NAME} printable characters",

@@ -15,7 +15,7 @@ import tiny
 
 from bonsai.errors import BonsaiError, FormatError
 from bonsai.format import Checkpoint
-from bonsai.format.npz_io import NpzFile
+from bonsai.format.npz_io import MAX_DIRECTORY, NpzFile
 
 BF16 = tiny.Tiny(layers=1, packing="bf16", vocab=40, container="npz")
 VALUES = np.array([0x3F80, 0xC000, 0x3F00], "<u2")  # bf16 bits of 1, -2, 0.5
@@ -175,6 +175,27 @@ def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
     assert "'b.npy': its local header is that of b'a.npy'" in refused(path)
 
 
+@pytest.mark.parametrize("zip64", [False, True])
+def test_a_directory_of_too_many_members_is_refused_unread(
+    tmp_path: Path, zip64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("read")
+
+    count = MAX_DIRECTORY // 46 + 1
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[0] * 6, 0, 0, 0, *[0] * 5, 0, 0)
+    listed = entry * count
+    last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, *[0xFFFF] * 2, len(listed), 0, 0)
+    if zip64:
+        record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 0, 0, 0, 0, count, count, len(listed), 0)
+        locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(listed), 1)
+        last = record + locator + last.replace(struct.pack("<L", len(listed)), b"\xff" * 4)
+    path = tmp_path / "x.npz"
+    path.write_bytes(listed + last)
+    monkeypatch.setattr(zipfile, "ZipFile", read)
+    assert f"{len(listed)} bytes, at most {MAX_DIRECTORY}" in refused(path)
+
+
 @pytest.mark.parametrize("count", [1, 22, 60, 200])
 def test_every_cut_is_refused(tmp_path: Path, count: int) -> None:
     path = archive(tmp_path / "x.npz", w=npy(VALUES))
@@ -195,7 +216,8 @@ def test_trailing_bytes_are_refused(tmp_path: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (b"<html></html>", "a web page"),
         (b"PK\x05\x06" + bytes(18), "0 members"),
-        (b"PK\x05\x06" + b"\xff" * 16 + b"\0\0", "not an .npz file"),
+        (b"PK\x05\x06" + b"\xff" * 16 + b"\0\0", f"{2**32 - 1} bytes, at most {MAX_DIRECTORY}"),
+        (b"PK\x05\x06" + bytes(8) + b"\x10" + bytes(9), "not an .npz file"),
     ],
 )
 def test_other_things_are_told_apart(tmp_path: Path, data: bytes, expected: str) -> None:
