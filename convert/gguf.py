@@ -25,7 +25,8 @@ MAGIC = b"GGUF"
 READABLE = {**TYPES, I2_S.id: I2_S}
 VERSIONS = (2, 3)  # 3 only added big-endian files; the little-endian layout is the same
 MAX_STRING = 1 << 24  # bytes; the longest strings in real files are chat templates
-MAX_ARRAY = 1 << 24  # elements; the longest arrays in real files are merges
+MAX_ELEMENTS = 3 << 19  # of all arrays together; a vocabulary of 262,144 with its merges has 1.3 M
+MAX_RECORDS = 25_000  # tensors, and metadata; each costs a Python object
 MAX_ALIGNMENT = 1 << 16
 MAX_KEY, MAX_NAME, MAX_DIMS = 65535, 63, 4
 STRING, ARRAY = 8, 9
@@ -106,6 +107,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at = data, path, 0
+        self.elements = MAX_ELEMENTS  # that may still come
 
     def error(self, message: str) -> FormatError:
         return FormatError(f"{self.path}: {message}")
@@ -132,9 +134,11 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.error(f"{field}: the string is not UTF-8") from None
 
-    def count(self, field: str, smallest: int) -> int:
-        """A number of records of at least `smallest` bytes each."""
+    def count(self, field: str, smallest: int, most: int) -> int:
+        """A number of records of at least `smallest` bytes each, at most `most`."""
         count = self.number("Q", field)
+        if count > most:
+            raise self.error(f"{field}: {count}, at most {most} are accepted")
         if count * smallest > self.left:
             raise self.error(
                 f"{field}: {count} records of at least {smallest} bytes, the file has "
@@ -152,8 +156,8 @@ def read_gguf(path: Path) -> GGUFFile:
     cursor = _Cursor(data, path)
     cursor.at = len(MAGIC)
     _read_version(cursor)
-    tensor_count = cursor.count("tensor count", MIN_TENSOR)
-    kv_count = cursor.count("metadata count", MIN_KV)
+    tensor_count = cursor.count("tensor count", MIN_TENSOR, MAX_RECORDS)
+    kv_count = cursor.count("metadata count", MIN_KV, MAX_RECORDS)
     metadata = _read_metadata(cursor, kv_count)
     alignment = _alignment(cursor, metadata)
     records = _read_records(cursor, tensor_count, alignment)
@@ -204,9 +208,8 @@ def _read_array(cursor: _Cursor, key: str) -> list[Any]:
     if kind != STRING and kind not in SCALARS:
         raise cursor.error(f"{key}: element type {kind} is not one of 0 to 12")
     size = 8 if kind == STRING else struct.calcsize("<" + SCALARS[kind])
-    count = cursor.count(f"{key}: element count", size)
-    if count > MAX_ARRAY:
-        raise cursor.error(f"{key}: an array of {count} elements, the limit is {MAX_ARRAY}")
+    count = cursor.count(f"{key}: element count", size, cursor.elements)
+    cursor.elements -= count
     if kind == STRING:
         return [cursor.string(f"{key}[{i}]") for i in range(count)]
     return list(struct.unpack(f"<{count}{SCALARS[kind]}", cursor.take(count * size, key)))
