@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
-from bonsai.format.checkpoint import read_manifest
+from bonsai.format.checkpoint import MAX_MANIFEST, read_manifest
+from bonsai.format.files import read_small
+from bonsai.format.strict_json import parse_object
 from bonsai.hub import MANIFEST, tree_bytes
 
 __all__ = [
@@ -140,14 +141,14 @@ def checkpoint_files(repository: Repository, into: Path, progress: Progress) -> 
 
     Fetches its manifest only. Raises UnsupportedModel for a newer version of the format.
     """
-    if MANIFEST not in repository.files:
+    if not 0 < repository.files.get(MANIFEST, 0) <= MAX_MANIFEST:
         return None
     fetch(repository, [MANIFEST], into, progress)
     try:
-        declared = json.loads((into / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError:
+        declared = parse_object(read_small(into / MANIFEST), MANIFEST)
+    except FormatError:
         return None
-    if not isinstance(declared, dict) or declared.get("format") != "bonsai":
+    if declared.get("format") != "bonsai":
         return None
     manifest = read_manifest(into)
     missing = [file for file in manifest.files if file not in repository.files]

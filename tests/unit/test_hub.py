@@ -279,6 +279,16 @@ def test_what_cannot_be_pulled_leaves_nothing(home, checkpoint, arguments, messa
     assert below(home) == []
 
 
+def test_a_manifest_of_any_size_is_not_fetched(tmp_path, monkeypatch):
+    def fetch(*_):
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    for size in (0, 1 << 40):
+        repository = download.Repository("o/m", "c", {"manifest.json": size})
+        assert download.checkpoint_files(repository, tmp_path, lambda *_: None) is None
+
+
 def test_a_split_gguf_model_is_one_model():
     def select(*names, file=None):
         return download.select(download.Repository("o/m", "c", dict.fromkeys(names, 1)), file)
