@@ -18,6 +18,7 @@ __all__ = [
     "mapped",
     "read_messages",
     "read_tools",
+    "read_variables",
     "refuse_half_characters",
     "texts_of",
 ]
@@ -26,6 +27,7 @@ Spans = Sequence[tuple[int, int]]
 DEEPEST = 64  # levels of lists and objects in one message
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}")
 PRIVATE = range(0xE000, 0xF900)
+RESERVED = frozenset(["messages", "tools", "add_generation_prompt"])
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -57,6 +59,18 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         if not isinstance(tool, Mapping):
             raise InvalidRequest(f"tools[{i}] is {_kind(tool)}, expected an object")
     return [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
+
+
+def read_variables(variables: Any) -> dict[str, Any]:
+    """Plain copies of what a caller gives the template beside messages and tools."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise InvalidRequest(f"chat_template_kwargs is {_kind(variables)}, expected an object")
+    plain: dict[str, Any] = _plain(variables, "chat_template_kwargs")
+    for name in plain.keys() & RESERVED:
+        raise InvalidRequest(f"chat_template_kwargs: {name!r} has an argument of its own")
+    return plain
 
 
 def _read_message(message: Any, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from bonsai.errors import FormatError, InvalidRequest
 from bonsai.tokenizer.meter import METER, SECONDS, Meter, TemplateLimit
@@ -48,8 +48,9 @@ NAMED = ("name", "template")
 class ChatTemplate:
     """One template, compiled in a sandbox that bounds its time and memory.
 
-    `where` names the file in errors. Raises FormatError when it is not a template; `render` raises
-    InvalidRequest, naming the line, for everything that goes wrong with particular messages.
+    `where` names the file in errors, `variables` are the names that it expects to be given. Raises
+    FormatError when it is not a template; `render` raises InvalidRequest, naming the line, for
+    everything that goes wrong with particular messages.
     """
 
     def __init__(self, source: str, where: str, *, seconds: float = SECONDS) -> None:
@@ -65,6 +66,7 @@ class ChatTemplate:
         try:
             tree = self._environment.parse(source)
             self._names = frozenset(node.name for node in tree.find_all(nodes.Name))
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
             tree = self._environment.instrumented(tree)
             code = self._environment.compile(tree, None, where)
             self._template = jinja2.Template.from_code(

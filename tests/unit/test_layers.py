@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (  # lowest first; a part may import itself and what stands below it
     {"errors", "callable_module", "cache", "locks"},
     {"sizes"},
-    {"config", "ternary", "sampling", "stops"},
+    {"config", "ternary", "sampling", "stops", "thinking"},
     {"affine"},
     {"matrix"},
     {"format"},
@@ -38,9 +38,9 @@ LAYERS = (  # lowest first; a part may import itself and what stands below it
 )
 FORBIDDEN = {  # beside the layers: what a part must not know although it lies below it
     "__init__": {part for layer in LAYERS[:-1] for part in layer},
-    "format": {"sampling", "stops"},
-    "models": {"sampling", "stops"},
-    "backends": {"stops"},
+    "format": {"sampling", "stops", "thinking"},
+    "models": {"sampling", "stops", "thinking"},
+    "backends": {"stops", "thinking"},
     "tokenizer": {"models", "backends", "backends.ops", "matrix", "sampling"},
     "hub": {"models", "backends", "backends.ops"},
     "download": {"models", "backends", "backends.ops", "tokenizer"},
