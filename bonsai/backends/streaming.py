@@ -8,6 +8,7 @@ is not there is read when it is touched, and what is computed never depends on a
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,18 @@ class StreamedLayers(Sequence[Any]):
 
 
 @dataclass(frozen=True, slots=True)
+class MappedModel(models.Model):
+    """A model that looks after its files before each forward."""
+
+    checkpoint: Checkpoint
+
+    def forward(self, ops: Ops, tokens: Array, state: Any) -> Array:
+        """As that of any model; raises FormatError when a file was written to."""
+        self.checkpoint.check_files()
+        return models.Model.forward(self, ops, tokens, state)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamedModel(models.Model):
     """A model that looks after its files before each forward: the embedding is read first."""
 
@@ -124,7 +137,7 @@ def load(
     Raises InvalidRequest before anything is read when the memory is too small.
     """
     if memory is None:
-        return models.load(checkpoint, ops, progress), ""
+        return _mapped(models.load(checkpoint, ops, progress), checkpoint), ""
     if not hasattr(mmap, "MADV_DONTNEED"):
         raise BackendUnavailable(
             f"memory_limit needs madvise, which {sys.platform} does not have",
@@ -134,8 +147,12 @@ def load(
     plan = make_plan(checkpoint, cfg, memory, token_bytes, resident_bytes())
     model = models.load(checkpoint, ops, progress)
     if not plan.streams:
-        return model, ""
+        return _mapped(model, checkpoint), ""
     return streamed(model, checkpoint, plan.stay), f", {plan}"
+
+
+def _mapped(model: models.Model, checkpoint: Checkpoint) -> MappedModel:
+    return MappedModel(model.architecture, model.config, model.weights, checkpoint)
 
 
 def streamed(model: models.Model, checkpoint: Checkpoint, stay: int) -> StreamedModel:
@@ -215,7 +232,8 @@ def _activation_bytes(cfg: Sizes, context: int) -> int:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     """The files that hold tensors."""
     found = checkpoint.manifest.files
-    return [checkpoint.path / n for n in found if n.endswith((".safetensors", ".npz"))]
+    folder = Path(os.path.abspath(checkpoint.path))
+    return [folder / n for n in found if n.endswith((".safetensors", ".npz"))]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -159,6 +159,14 @@ class Checkpoint:
         for plane in planes(name, self.entry(name)):
             self._store.prefetch(plane)
 
+    def check_files(self) -> None:
+        """Raises FormatError where a file with tensors was written to since it was opened.
+
+        Cheap (one look at each file), so that it can be done before every use: the pages of a file
+        that was cut short are gone, and touching them ends the process. Works after `close`.
+        """
+        self._store.check()
+
     def close(self) -> None:
         """Close the files. Arrays that are still held stay valid."""
         self._store.close()

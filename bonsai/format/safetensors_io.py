@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class Mapped:
         self.path = path
         self._infos = dict(infos)
         self._map: mmap.mmap | None = map_
+        self._real = os.path.abspath(path)
+        self._stamp = _stamp(self._real)
 
     def names(self) -> list[str]:
         """All tensors, in the order of their bytes."""
@@ -103,6 +106,19 @@ class Mapped:
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._advise("MADV_WILLNEED", start, info.offset + info.nbytes)
 
+    def check(self) -> None:
+        """Raises FormatError where the file was written to or cut short since it was opened.
+
+        One that was deleted, or replaced by another, still has its bytes as long as it is mapped.
+        """
+        now = _stamp(self._real)
+        if now != self._stamp and now[:1] == self._stamp[:1]:
+            raise FormatError(
+                f"{self.path}: the file was changed while it was in use: "
+                f"{self._stamp[1]} bytes when it was opened, {now[1]} now",
+                hint="load the model again; copy a new one beside the old one, not over it",
+            )
+
     def _advise(self, advice: str, start: int, stop: int) -> None:
         """Nothing where the system has no such advice, or the file is closed."""
         value = getattr(mmap, advice, None)
@@ -133,6 +149,15 @@ class SafetensorsFile(Mapped):
         infos.sort(key=lambda info: info.offset)
         _check_layout(path, infos, start, size)
         super().__init__(path, {info.name: info for info in infos}, map_file(path))
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Identity, size and time of a file; nothing where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -58,6 +58,11 @@ class ShardedTensors:
         """Ask the system to read the pages of a tensor soon."""
         self._file(name).prefetch(name)
 
+    def check(self) -> None:
+        """Raises FormatError where a file was changed since it was opened."""
+        for file in self._files:
+            file.check()
+
     def close(self) -> None:
         for file in self._files:
             file.close()

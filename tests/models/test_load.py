@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import tiny
 from tiny import Tiny
 
-from bonsai import models
+from bonsai import backends, models
 from bonsai.backends.reference.ops import ReferenceOps
 from bonsai.errors import FormatError, UnsupportedModel
 from bonsai.format import Checkpoint
@@ -173,3 +174,44 @@ def test_progress_counts_blocks(tmp_path: Path) -> None:
     with Checkpoint.open(tiny.write(tmp_path / "m", SPEC)) as checkpoint:
         models.load(checkpoint, ReferenceOps(), lambda *call: calls.append(call))
     assert calls == [("load", 0, 2), ("load", 1, 2), ("load", 2, 2)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("container", ["safetensors", "npz"])
+def test_a_file_that_is_cut_or_rewritten_is_an_error_at_the_next_forward(
+    tmp_path: Path, backend: str, container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write(tmp_path / "m", replace(SPEC, container=container))
+    monkeypatch.chdir(tmp_path)
+    file = folder / ("model.npz" if container == "npz" else "model.safetensors")
+    size = file.stat().st_size
+    with Checkpoint.open("m") as checkpoint:
+        engine = backends.get(backend).load(checkpoint)
+    monkeypatch.chdir(tmp_path.parent)
+    with engine.session(64, 100) as session:
+        session.prefill([1, 2])
+        os.utime(file, (1, 1))  # as after an overwrite in place with as many bytes
+        with pytest.raises(FormatError, match="changed while it was in use"):
+            session.prefill([3])
+        os.truncate(file, size - 5000)
+        with pytest.raises(FormatError, match=f"{size} bytes when it was opened, {size - 5000} "):
+            session.logits()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows holds on to files that are mapped")
+def test_a_file_that_is_replaced_or_deleted_keeps_its_bytes(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "m", SPEC)
+    with Checkpoint.open(folder) as checkpoint:
+        engine = backends.get("cpu").load(checkpoint)
+    with engine.session(64, 100) as session:
+        session.prefill([1, 2])
+        before = session.logits()
+        other = tiny.write(tmp_path / "other", replace(SPEC, seed=SPEC.seed + 1))
+        os.replace(other / "model.safetensors", folder / "model.safetensors")
+        session.rewind(0)
+        session.prefill([1, 2])
+        assert (session.logits() == before).all()
+        shutil.rmtree(folder)
+        session.rewind(0)
+        session.prefill([1, 2])
+        assert (session.logits() == before).all()
