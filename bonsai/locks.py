@@ -15,7 +15,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["exclusive"]
+__all__ = ["abandoned", "exclusive"]
 
 POLL_S = 0.1
 
@@ -33,11 +33,37 @@ def exclusive(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.platform == "win32":  # which deletes no file that is open
-            file.close()
-        with suppress(OSError):
-            path.unlink()
+        _let_go(path, file)
+
+
+@contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether the holder of the lock file `path` has ended and left it there.
+
+    If so it is held for the time of the block and gone afterwards. Where the file system has no
+    locks nobody knows, and it counts as held.
+    """
+    try:
+        file = open(path, "r+b")
+    except OSError:
+        yield False
+        return
+    if _lock(file):
+        try:
+            yield True
+        finally:
+            _let_go(path, file)
+    else:
         file.close()
+        yield False
+
+
+def _let_go(path: Path, file: BinaryIO) -> None:
+    if sys.platform == "win32":  # which deletes no file that is open
+        file.close()
+    with suppress(OSError):
+        path.unlink()
+    file.close()
 
 
 def _held(path: Path) -> BinaryIO | None:
@@ -49,13 +75,14 @@ def _held(path: Path) -> BinaryIO | None:
         return None
     # The last holder may have deleted the file after it was opened here: such a lock is worthless.
     with suppress(OSError):
-        if _lock(file) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+        if _lock(file) is not False and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             return file
     file.close()
     return None
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock(file: BinaryIO) -> bool | None:
+    """Whether the lock is ours now; None where the file system has no locks."""
     try:
         if sys.platform == "win32":
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -63,6 +90,6 @@ def _lock(file: BinaryIO) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:  # a file system without locks
-        pass
+    except OSError:
+        return None
     return True

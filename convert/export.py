@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from bonsai.convert.export_mlx import MlxPack, write_safetensors
 from bonsai.convert.gguf_writer import write_gguf
 from bonsai.errors import BonsaiError, InvalidRequest, UnsupportedModel
 from bonsai.format import Checkpoint
+from bonsai.format.beside import beside
 from bonsai.format.checkpoint import CONFIG
 from bonsai.format.containers import sync
 from bonsai.format.files import Progress, child, read_small
@@ -155,19 +154,13 @@ def _counter(total: int, progress: Progress | None) -> Callable[[int], None]:
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A hidden path in the same folder, which gets the name `target` if all goes well."""
-    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        if os.path.lexists(target):
-            raise InvalidRequest(f"{target} was made meanwhile by someone else")
-        os.replace(partial, target)
+        with beside(target) as partial:
+            yield partial
+            if os.path.lexists(target):
+                raise InvalidRequest(f"{target} was made meanwhile by someone else")
+            os.replace(partial, target)
     except OSError as error:
         raise BonsaiError(
             f"{target} cannot be written: {error.strerror or error}; nothing was written"
         ) from error
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)

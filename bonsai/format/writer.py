@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 from bonsai import ternary
 from bonsai.config import Fields
 from bonsai.errors import BonsaiError, ConversionError, InvalidRequest
+from bonsai.format.beside import beside
 from bonsai.format.checkpoint import CONFIG, MANIFEST, Checkpoint
 from bonsai.format.containers import NpzSink, SafetensorsSink, Sink, sync
 from bonsai.format.files import Progress, child, sha256
@@ -68,17 +69,16 @@ class CheckpointWriter:
         self._transforms: dict[int, SignedHadamard] = {}
         self._proof: tuple[str, np.ndarray, np.ndarray] | None = None
         self._names: list[str] = []
-        self._done = False
-        self._folder = _beside(self._out, "partial")
-        with _writing(self._out):
+        with _writing(self._out), ExitStack() as made:
             self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = made.enter_context(beside(self._out))
             self._folder.mkdir()
-        with _writing(self._out, self._folder):
             self._sink: Sink
             if container == "npz":
                 self._sink = NpzSink(self._folder)
             else:
                 self._sink = SafetensorsSink(self._folder, shard_bytes)
+            self._made = made.pop_all()
 
     def matrix(self, matrix: Matrix) -> None:
         """Write a matrix. Raises ConversionError where a value is not finite or a plane wrong."""
@@ -147,7 +147,6 @@ class CheckpointWriter:
         Checkpoint.open(self._folder, check="never").close()
         with _writing(self._out):
             _publish(self._folder, self._out, self._overwrite)
-        self._done = True
         return self._out
 
     def __enter__(self) -> CheckpointWriter:
@@ -160,8 +159,7 @@ class CheckpointWriter:
         tb: TracebackType | None,
     ) -> None:
         self._sink.close()
-        if not self._done:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._made.close()
 
     def _write(self, name: str, listed: dict[str, Any], parts: Mapping[str, np.ndarray]) -> None:
         check_name(name, str(self._out))
@@ -308,7 +306,7 @@ def _publish(folder: Path, out: Path, overwrite: bool) -> None:
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
     elif os.path.lexists(out):
-        old = _beside(out, "old")
+        old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
         os.replace(out, old)
     try:
         os.replace(folder, out)
@@ -324,11 +322,6 @@ def _publish(folder: Path, out: Path, overwrite: bool) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(out: Path, kind: str) -> Path:
-    """A hidden name of its own in the same folder, so that a rename suffices."""
-    return out.parent / f".{out.name}.{secrets.token_hex(4)}.{kind}"
-
-
 def _sync_folder(folder: Path) -> None:
     """Flush a directory, where the system can (Windows cannot open one)."""
     with suppress(OSError):
@@ -340,13 +333,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _writing(out: Path, folder: Path | None = None) -> Iterator[None]:
-    """Turn a failed write into one clear error; `folder` is removed then."""
+def _writing(out: Path) -> Iterator[None]:
+    """Turn a failed write into one clear error."""
     try:
         yield
     except OSError as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
         if error.errno in _NO_SPACE:
             raise BonsaiError(
                 f"no space left for {out}; nothing was written", hint="free some space and repeat"

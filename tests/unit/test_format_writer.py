@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 
-from bonsai import ternary
+from bonsai import locks, ternary
 from bonsai.errors import (
     BonsaiError,
     ConversionError,
@@ -232,12 +232,34 @@ def test_a_killed_writer_leaves_nothing_that_loads(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, TESTS, str(tmp_path / "m")])
     assert done.returncode < 0
     assert not (tmp_path / "m").exists()
-    (partial,) = tmp_path.iterdir()
+    partial, lock = sorted(tmp_path.iterdir())
     assert partial.name.startswith(".m.") and partial.name.endswith(".partial")
+    assert lock.name == f"{partial.name}.lock"
     with pytest.raises(FormatError, match=r"no manifest.json"):
         Checkpoint.open(partial)
-    tiny.write(tmp_path / "m", SPEC)  # the next one is not disturbed
+    tiny.write(tmp_path / "other", SPEC)  # what is left of "m" is not its business
+    assert partial.is_dir()
+    tiny.write(tmp_path / "m", SPEC)
     assert verify(tmp_path / "m").ok
+    assert nothing_left(tmp_path, "m", "other")
+
+
+def test_what_another_writer_is_making_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    """Neither where it runs, nor where nobody can know: no lock file, no locks."""
+    unknown = tmp_path / ".m.01234567.partial"
+    unknown.mkdir()
+    with CheckpointWriter(tmp_path / "m") as running:
+        running.vector("norm", np.ones(3, np.float32))
+        tiny.write(tmp_path / "m", SPEC)
+        (tmp_path / "m").rename(tmp_path / "first")
+        finished(running)
+    assert Checkpoint.open(tmp_path / "m").names() == ["norm"]
+    lock = tmp_path / ".m.01234567.partial.lock"
+    lock.touch()
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(locks, "_lock", lambda _: None)
+        CheckpointWriter(tmp_path / "m", overwrite=True).__exit__(None, None, None)
+    assert unknown.is_dir() and nothing_left(tmp_path, "m", "first", unknown.name, lock.name)
 
 
 def test_what_the_reader_would_refuse_gets_no_name(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from threading import Thread
 
 import pytest
 
-from bonsai.locks import exclusive
+from bonsai import locks
+from bonsai.locks import abandoned, exclusive
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from bonsai.locks import exclusive
+from bonsai.locks import abandoned, exclusive
 with exclusive(Path(sys.argv[1]), sys.exit):
     print("held", flush=True)
     time.sleep(60)
@@ -74,6 +75,27 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         holder.kill()
     with exclusive(path, busy):
         pass
+    assert not path.exists()
+
+
+def test_only_a_lock_whose_holder_ended_is_abandoned(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a.lock"
+    with abandoned(path) as missing:
+        assert not missing and not path.exists()
+    with exclusive(path, busy), abandoned(path) as held:
+        assert not held and path.exists()
+    path.touch()
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(locks, "_lock", lambda _: None)
+        with abandoned(path) as unknown:
+            assert not unknown
+    assert path.exists()
+    with abandoned(path) as left:
+        assert left
+        with pytest.raises(Busy), exclusive(path, busy):
+            pass
+        with abandoned(path) as twice:
+            assert not twice
     assert not path.exists()
 
 
