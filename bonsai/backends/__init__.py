@@ -7,6 +7,8 @@ are `generate` and `chat`, below it ids and weights.
 from __future__ import annotations
 
 import importlib
+import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,15 +28,16 @@ __all__ = [
     "MemoryLimit",
     "Progress",
     "Session",
+    "automatic",
     "get",
     "select",
     "status",
 ]
 
-NAMES = ("cpu", "reference")
-"""Every backend in the package. "auto" takes the first that works, and never "reference"."""
+NAMES = ("mlx", "cpu", "reference")
+"""Every backend in the package. "auto" takes the first of `automatic()` that works."""
 
-MODES = ("cpu-exact",)
+MODES = ("cpu-exact", "mlx-exact")
 """Other ways to run a backend, never chosen by "auto": slower, for comparisons."""
 
 Progress = Callable[[str, int, int], None]
@@ -175,9 +178,7 @@ def select(name: str = "auto") -> Backend:
     if name != "auto":
         return get(name)
     reasons, hints = [], []
-    for candidate in NAMES:
-        if candidate == "reference":
-            continue
+    for candidate in automatic():
         try:
             return get(candidate)
         except BackendUnavailable as error:
@@ -187,6 +188,12 @@ def select(name: str = "auto") -> Backend:
         f"no backend can run here ({'; '.join(reasons)})",
         hint=f"{hints[0] if hints else 'reinstall bonsai-lm'}, or --backend reference: it is slow",
     )
+
+
+def automatic() -> tuple[str, ...]:
+    """The backends that "auto" tries on this machine, best first: never one that is for tests."""
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    return ("mlx", "cpu") if apple else ("cpu",)
 
 
 def status() -> dict[str, str]:

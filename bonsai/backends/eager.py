@@ -111,6 +111,10 @@ class EagerEngine:
                 raise InvalidRequest(f"{name} is {value!r}, expected a whole number above 0")
         if max_context > LONGEST:
             raise InvalidRequest(f"max_context is {max_context}, expected at most {LONGEST}")
+        return self.open_session(max_context, valid_ids)
+
+    def open_session(self, max_context: int, valid_ids: int) -> EagerSession:
+        """The same, of sizes that were checked."""
         return EagerSession(self, max_context, valid_ids)
 
 
@@ -157,13 +161,17 @@ class EagerSession:
 
         Raises NumericError when the model's own logits are not finite.
         """
+        return self._head(self._ready(), len(self._tokens)).reshape(-1)
+
+    def _ready(self) -> Array:
+        """The hidden row [1, hidden] of the last token, with nothing pending."""
         state = self._state()
         if not self._tokens:
             raise InvalidRequest("there is nothing to continue: the session holds no tokens")
         if state.position == len(self._tokens) and self._last is None:
             self._go_back(len(self._tokens) - 1)  # after a rewind: its hidden row is not kept
         self._compute(None)
-        return self._head(self._last, len(self._tokens)).reshape(-1)
+        return self._last
 
     def score(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Append ids; yield the logits after each, as those of `logits`: float32 [n, vocab].
@@ -190,9 +198,7 @@ class EagerSession:
 
     def _head(self, rows: Array, tokens: int) -> np.ndarray:
         """The logits of hidden rows, the last of them after `tokens` tokens; float32 [n, vocab]."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = self._engine.model.weights.head(rows)
-        logits = np.array(found, dtype=np.float32)
+        logits = self._raw_logits(rows)
         if not np.isfinite(logits).all():
             bad = logits.size - int(np.isfinite(logits).sum())
             raise NumericError(
@@ -202,6 +208,11 @@ class EagerSession:
             )
         logits[:, self._valid_ids :] = -np.inf
         return logits
+
+    def _raw_logits(self, rows: Array) -> np.ndarray:
+        """What the head makes of hidden rows, float32 [n, vocab], in an array of its own."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.array(self._engine.model.weights.head(rows), dtype=np.float32)
 
     def decode(self, sampling: Sampling) -> Iterator[int]:
         """Yield sampled ids until the context is full; each is computed when the next is asked for.
