@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bonsai.errors import BonsaiError, FormatError, InvalidRequest, UnsupportedModel
 from bonsai.format.files import child, read_small
+from bonsai.tokenizer.patterns import exploding
 from bonsai.tokenizer.stream import Spelling
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class TokenizerFile:
         config = read_json(folder, "tokenizer_config.json")
         if _declare(document, config, folder / "tokenizer_config.json"):
             full = _built(json.dumps(document), path)
+        _refuse_exploding(document, path)
         full.no_truncation()  # settings of some training run
         full.no_padding()
         added = _added(full, document, path)
@@ -147,6 +149,25 @@ def _built(document: str | bytes, path: Path) -> Library:
     except (InvalidRequest, UnicodeEncodeError) as error:
         reason = str(error).partition(": ")[2][:200]
         raise FormatError(f"{path}: not a tokenizer: {reason}") from None
+
+
+def _refuse_exploding(document: Mapping[str, Any], path: Path) -> None:
+    """Raises UnsupportedModel for a regular expression that could hang or panic on a text."""
+    todo = [document.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            pattern = value.get("Regex")
+            found = exploding(pattern) if isinstance(pattern, str) else None
+            if found is not None:
+                raise UnsupportedModel(
+                    f"{path}: the regular expression {pattern!r:.80} may take exponential time: "
+                    f"{found!r:.80} repeats what can match one text in many ways",
+                    hint="tokenizer.json is damaged, or was made to do harm",
+                )
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
 
 
 def _parsed(data: bytes, path: Path) -> dict[str, Any]:

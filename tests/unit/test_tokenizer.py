@@ -508,13 +508,25 @@ def test_unknown_parts_are_refused_by_name(tmp_path, part, value, name):
         Tokenizer.open(write(tmp_path, {"tokenizer.json": document}))
 
 
-def test_a_regex_that_explodes_fails_one_request(tmp_path, capfd):
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": "(a+)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+def splitting(regex: str) -> dict:
+    pattern = {"Regex": regex}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_regex_that_explodes_is_one_error_and_stderr_stays_clean(tmp_path, capfd, part):
+    bad = splitting("(a+)+$")
+    if part == "normalizer":
+        bad = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+    values = {part: {"type": "Sequence", f"{part.replace('_', '')}s": [bad]}}
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: the regular expression '\(a\+"):
+        tokenizer = Tokenizer.open(write(tmp_path, {"tokenizer.json": byte_level(**values)}))
+        tokenizer.encode("a" * 40 + "b")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_regex_that_explodes_in_a_way_we_do_not_see_fails_one_request(tmp_path, capfd):
+    split = splitting("(aa?a?)+$")
     tokenizer = Tokenizer.open(write(tmp_path, {"tokenizer.json": byte_level(pre_tokenizer=split)}))
     with pytest.raises(InvalidRequest, match="tokenizer"):
         tokenizer.encode("a" * 40 + "b")
