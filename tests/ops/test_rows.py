@@ -129,7 +129,7 @@ def test_sample_chooses_what_the_rules_choose(
         logits = (4 * rng.standard_normal(vocab)).astype(np.float32)
         logits[vocab - vocab // 4 :] = -np.inf
         seen = np.unique(rng.integers(0, vocab, 9)) if trial % 2 else np.empty(0, np.int64)
-        uniform = (0.0, float(rng.random()), 1 - 2**-53)[trial % 3]
+        uniform = (0.0, float(rng.random()), runner.nearly_one)[trial % 3]
         token = runner.ops.sample(logits.copy(), sampling, seen, uniform)
         assert token == choose(logits, sampling, seen, uniform)
 

@@ -102,8 +102,7 @@ def _best_first(scores: mx.array, top_k: int) -> mx.array:
     if 0 < top_k <= SMALL and vocab > 2 * BLOCK:
         missing = -vocab % BLOCK
         if missing:
-            last = mx.full((missing,), 2**64 - 1, mx.uint64)
-            keys = mx.concatenate([keys, last])
+            keys = mx.concatenate([keys, ~mx.zeros((missing,), mx.uint64)])  # after all others
         keys = mx.sort(keys.reshape(-1, BLOCK), axis=1)[:, :top_k].reshape(-1)
     keys = mx.sort(keys)
     keys = keys[:top_k] if 0 < top_k < vocab else keys[:vocab]

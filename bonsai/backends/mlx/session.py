@@ -26,6 +26,9 @@ from bonsai.sampling import Sampling
 
 __all__ = ["MlxEngine", "MlxSession"]
 
+CLEARED = 256
+"""Tokens after which buffers that nobody uses go back to the system, such as a smaller state."""
+
 
 class MlxEngine(EagerEngine):
     """A model on MLX arrays. `compiled`: one token is a traced graph, else built for each token."""
@@ -49,9 +52,13 @@ class MlxEngine(EagerEngine):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """A choice made for a session that held so many tokens, in this version of its state."""
+    """The choice after an id that is pending: `choice.row` is that id's own hidden row.
+
+    It was made for a session of so many tokens, in this version of its state.
+    """
 
     choice: Choice = field(repr=False)
+    last: int
     tokens: int
     version: int
 
@@ -66,23 +73,38 @@ class MlxSession(EagerSession):
         uniforms = sampling.uniforms()
         numbers = knobs(sampling, next(uniforms))
         ahead: Ahead | None = None
-        while True:
-            state = self._mlx_state()
-            if len(self._tokens) >= self.max_context:
-                return
-            if ahead is None or not self._holds(ahead, state):
+        while self._mlx_state() and len(self._tokens) < self.max_context:
+            if ahead is not None and self._holds(ahead):
+                self._advance(ahead.choice)
+            else:
                 ahead = self._first(sampling, recipe, numbers)
             numbers = knobs(sampling, next(uniforms))
             following = self._hand_over(ahead.choice, recipe, numbers)
             token = self._read(ahead.choice)
-            ahead = self._accept(token, following)
+            self._seen.add(token)
+            self._tokens.append(token)
+            ahead = None
+            if following is not None:
+                ahead = Ahead(following, token, len(self._tokens), self._mlx_state().version)
             yield token
 
-    def _holds(self, ahead: Ahead, state: MlxState) -> bool:
-        return ahead.tokens == len(self._tokens) and ahead.version == state.version
+    def _holds(self, ahead: Ahead) -> bool:
+        """Whether what `ahead` was computed for is still what is held."""
+        now = (len(self._tokens), self._mlx_state().version)
+        return now == (ahead.tokens, ahead.version) and self._tokens[-1] == ahead.last
+
+    def _advance(self, choice: Choice) -> None:
+        """The step of the pending id is done: it is no longer pending."""
+        state = self._mlx_state()
+        self._last = None  # an interrupt between the next two lines must not leave an old row
+        state.advance(1)
+        self._last = choice.row
+        self._keep_mark(state)
+        if state.position % CLEARED == 0:
+            mx.clear_cache()
 
     def _first(self, sampling: Sampling, recipe: Recipe, numbers: mx.array) -> Ahead:
-        """The choice after the tokens that are held, handed over."""
+        """The choice after the tokens that are held, which are computed, handed over."""
         row, stepper = self._ready(), self._engine.stepper
         with scope():
             seen = None
@@ -90,7 +112,7 @@ class MlxSession(EagerSession):
                 seen = self._ops().seen(self._engine.vocab, self._history(sampling))
             choice = stepper.choose(row, recipe, numbers, seen)
             mx.async_eval(choice.token)
-        return Ahead(choice, len(self._tokens), self._mlx_state().version)
+        return Ahead(choice, self._tokens[-1], len(self._tokens), self._mlx_state().version)
 
     def _hand_over(self, choice: Choice, recipe: Recipe, numbers: mx.array) -> Choice | None:
         """Give the device the step after a choice that nobody has read yet; None at the end."""
@@ -114,23 +136,11 @@ class MlxSession(EagerSession):
             hint="the weights may be damaged: bonsai verify; or try --backend reference",
         )
 
-    def _accept(self, token: int, following: Choice | None) -> Ahead | None:
-        """Hold the id and the step after it, if there is one; else the id is pending."""
-        state = self._mlx_state()
-        self._seen.add(token)
-        self._tokens.append(token)
-        if following is None:
-            return None
-        self._last = None  # an interrupt between the next two lines must not leave an old row
-        state.advance(1)
-        self._last = following.row
-        self._keep_mark(state)
-        return Ahead(following, len(self._tokens), state.version)
-
     def _forward(self) -> Array:
         """Hand the next chunk of pending ids to the device and wait for it."""
         state, engine = self._mlx_state(), self._engine
         chunk = self._tokens[state.position : self._end_of_chunk(state.position)]
+        state.version += 1  # what was computed ahead is overwritten
         with scope():
             state.reserve(len(chunk))
             rows = engine.model.forward(engine.ops, mx.array(chunk, mx.int32), state)
@@ -138,7 +148,8 @@ class MlxSession(EagerSession):
             mx.async_eval(rows, last, *flat(state.stored()))
         with waiting():
             mx.eval(rows, last, *flat(state.stored()))
-        self._last = None  # as in `_accept`
+        mx.clear_cache()  # the buffers of a chunk are larger than those of a token
+        self._last = None  # as in `_advance`
         state.advance(len(chunk))
         self._last = last
         self._keep_mark(state)
