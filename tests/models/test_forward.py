@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import dense
@@ -15,6 +16,7 @@ from numpy.testing import assert_allclose
 from runners import Runner
 from tiny import Gdn, Tiny
 
+from bonsai import backends
 from bonsai.config import Yarn
 from bonsai.errors import NumericError
 from bonsai.format import Checkpoint
@@ -205,6 +207,28 @@ def test_activations_beyond_fp16_are_kept(runner: Runner, tmp_path: Path) -> Non
         h = np.float64(3e3) ** 2  # gate * up is about this
         assert h > 65504
         assert_allclose(found, truth(checkpoint, TOKENS)[-1], **runner.model)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu-exact", "cpu"])
+def test_the_largest_scales_of_fp16_are_computed_or_refused_with_a_way_out(
+    tmp_path: Path, name: str
+) -> None:
+    """Only keys and values in fp16 cannot hold what they lead to; sums have room for it."""
+    spec = Tiny(layers=1)
+    made = tiny.weights(spec)
+    for key, matrix in made.matrices.items():
+        made.matrices[key] = replace(matrix, scales=np.full_like(matrix.scales, 65504))
+    with Checkpoint.open(tiny.save(tmp_path / "m", spec, made)) as checkpoint:
+        engine = backends.get(name).load(checkpoint)
+        expected = truth(checkpoint, TOKENS[:5])[-1]
+    if name == "cpu":
+        with pytest.raises(NumericError) as caught:
+            after(engine, TOKENS[:5])
+        assert "--backend cpu-exact" in str(caught.value.hint)
+    else:
+        largest = np.abs(expected).max()
+        assert largest > 1e5
+        assert_allclose(after(engine, TOKENS[:5]), expected, rtol=0, atol=1e-4 * largest)
 
 
 @pytest.mark.parametrize("norm", ["layers.1.ffn_norm", "norm"])
