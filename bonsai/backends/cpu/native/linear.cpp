@@ -9,9 +9,13 @@
 namespace bonsai {
 namespace {
 
-// Weights per item: enough to hide handing it out, and small enough that two threads end together.
-constexpr int64_t kItemBytes = 24 * 1024;
-constexpr int64_t kItemRows = 2 * kRowTile;  // with several tokens
+// Weights of the smallest item: enough to hide handing it out, and small enough that threads end
+// together. Items shrink towards it: where one ends, what was prefetched belongs to another thread,
+// which costs a fifth of the bandwidth if all of them are small.
+constexpr int64_t kItemBytes = 32 * 1024;
+constexpr int64_t kItemShare = 2;   // an item is one of this many per thread of what is left
+constexpr int64_t kItemRows = 16;   // rows that kernels take at a time; items are whole ones
+constexpr int64_t kManyRows = 64;   // rows of an item with several tokens
 // Below this many multiply-adds a job is done before a sleeping worker would be awake.
 constexpr int64_t kSmallJob = 100 * 1000;
 
@@ -139,27 +143,37 @@ Linear::Input Linear::prepare(const Need& need, const float* x, int64_t tokens,
     return input;
 }
 
+// Runs of rows of one segment after another, for `threads` that take them in this order.
+std::vector<Linear::Run> Linear::cut(int threads, int64_t tokens) const {
+    int64_t left = 0;  // bytes of codes
+    for (const Segment& segment : segments_) {
+        left += segment.matrix.rows * segment.matrix.codes_stride;
+    }
+    std::vector<Run> runs;
+    for (const Segment& segment : segments_) {
+        const Matrix& m = segment.matrix;
+        for (int64_t first = 0; first < m.rows;) {
+            const int64_t share = threads == 1 ? left : left / (kItemShare * threads);
+            const int64_t least = tokens > 1 ? 1 : kItemBytes;
+            int64_t step = round_up(std::max(share, least) / m.codes_stride + 1, kItemRows);
+            if (tokens > 1) step = std::min(step, kManyRows);
+            const int64_t last = std::min(first + step, m.rows);
+            runs.push_back({&segment, first, last});
+            left -= (last - first) * m.codes_stride;
+            first = last;
+        }
+    }
+    return runs;
+}
+
 void Linear::run(const float* x, int64_t tokens, const float* residual, float* y) const {
     std::vector<Input> inputs;
     inputs.reserve(needs_.size());
     for (size_t i = 0; i < needs_.size(); ++i) {
         inputs.push_back(prepare(needs_[i], x, tokens, workspace(i)));
     }
-    // Runs of rows of one segment after another.
-    struct Run {
-        const Segment* segment;
-        int64_t first, last;
-    };
-    std::vector<Run> runs;
     const bool small = rows_ * columns_ * tokens < kSmallJob;
-    for (const Segment& segment : segments_) {
-        const Matrix& m = segment.matrix;
-        int64_t step = tokens > 1 ? kItemRows : std::max<int64_t>(1, kItemBytes / m.codes_stride);
-        if (small) step = m.rows;
-        for (int64_t first = 0; first < m.rows; first += step) {
-            runs.push_back({&segment, first, std::min(first + step, m.rows)});
-        }
-    }
+    const std::vector<Run> runs = cut(small ? 1 : Pool::shared().threads(), tokens);
     const auto item = [&](int64_t i) {
         const Run& run = runs[size_t(i)];
         const Input& input = inputs[size_t(run.segment->need)];

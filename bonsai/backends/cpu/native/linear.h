@@ -43,8 +43,13 @@ private:
         int need;
         int64_t offset;  // of its rows in the output
     };
+    struct Run {
+        const Segment* segment;
+        int64_t first, last;  // rows
+    };
     struct Input;
 
+    std::vector<Run> cut(int threads, int64_t tokens) const;
     int find_need(const Need& wanted);
     Input prepare(const Need& need, const float* x, int64_t tokens, struct Workspace& memory) const;
     void run_segment(const Segment& segment, const Input& input, int64_t tokens, int64_t first,
