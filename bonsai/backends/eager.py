@@ -204,7 +204,7 @@ class EagerSession:
             raise NumericError(
                 f"the model computed {bad} of {logits.size} logits that are not finite "
                 f"after {tokens} tokens",
-                hint="the weights may be damaged: bonsai verify; or keys and values do not fit into "
+                hint="the weights may be damaged: bonsai verify; or keys or values do not fit into "
                 "fp16: --backend cpu-exact",
             )
         logits[:, self._valid_ids :] = -np.inf
