@@ -125,16 +125,24 @@ def published(name: Name, revision: str | None = None) -> Path | None:
 
 
 def place(name: Name, commit: str) -> Path:
-    """Where one commit of a model belongs; its parent exists."""
-    folder = store() / name.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / commit
+    """Where one commit of a model belongs; its parent exists, and what is no checkpoint is gone."""
+    path = store() / name.folder / commit
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(path) and not (path / MANIFEST).is_file():
+        _delete(path)
+    return path
 
 
 def publish(name: Name, commit: str, revision: str | None = None) -> Path:
-    """Let `revision` mean `commit`, which lies in the store by now; its path."""
+    """Let `revision` mean `commit`, which lies in the store by now; its path.
+
+    What refs.json says is forgotten where it cannot be read.
+    """
     folder = store() / name.folder
-    refs = _refs(folder)
+    try:
+        refs = _refs(folder)
+    except BonsaiError:
+        refs = {}
     refs[revision or DEFAULT_REVISION] = commit
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".refs-")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -151,7 +159,10 @@ def entries() -> list[Entry]:
         name = _name_of(folder)
         if name is None:
             continue
-        refs = _refs(folder)
+        try:
+            refs = _refs(folder)
+        except BonsaiError:  # whoever asks for a revision of this model is told; others are not
+            refs = {}
         for path in sorted(folder.iterdir()):
             if path.name.startswith(".") or not (path / MANIFEST).is_file():
                 continue
@@ -271,23 +282,23 @@ def _refuse_file(path: Path) -> None:
 
 
 def _refs(folder: Path) -> dict[str, str]:
+    """What refs.json of a model's folder says; nothing where there is none."""
     try:
         refs = json.loads((folder / "refs.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        name = cache.name_of(folder.name)
         raise BonsaiError(
             f"{folder / 'refs.json'}: cannot be read: {error}",
-            hint="delete that file and pull the model again",
+            hint=f"bonsai models rm {name}, then bonsai models pull {name}",
         ) from error
     return {str(ref): str(commit) for ref, commit in refs.items()} if isinstance(refs, dict) else {}
 
 
 def _name_of(folder: Path) -> Name | None:
-    kind, _, rest = folder.name.partition("--")
-    text = {"models": rest.replace("--", "/"), "pypi": f"pypi:{rest}"}.get(kind, "")
     try:
-        name = parse(text)
+        name = parse(cache.name_of(folder.name) or "")
     except ModelNotFound:
         return None
     return name if name.folder == folder.name and folder.is_dir() else None

@@ -25,6 +25,7 @@ def verify(path: str, revision: str | None, json_: bool) -> None:
     where there is one. Prints one line for each finding; the exit code is 1 if there are any.
     """
     from bonsai import format, hub
+    from bonsai.format.checkpoint import pull_again
 
     folder = hub.resolve(path, revision)
     with options.console().progress() as report:
@@ -39,4 +40,6 @@ def verify(path: str, revision: str | None, json_: bool) -> None:
         if not findings:
             click.echo("good")
     if findings:
+        if again := pull_again(folder):
+            options.console().note(again)
         raise click.exceptions.Exit(1)

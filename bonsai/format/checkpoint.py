@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from bonsai import cache
 from bonsai.errors import FormatError, InvalidRequest, ModelNotFound
 from bonsai.format import stamps
 from bonsai.format.files import AGAIN, Progress, child, read_small, refuse_impostor, sha256, size_of
@@ -65,16 +67,19 @@ class Checkpoint:
         if check not in CHECKS:
             raise InvalidRequest(f"check {check!r}", hint=f"one of: {', '.join(CHECKS)}")
         folder = Path(path)
-        manifest = read_manifest(folder)
-        store = open_store(folder, manifest)
         try:
-            for name, entry in manifest.files.items():
-                check_size(folder / name, entry.bytes)
-            if check != "never":
-                check_hashes(folder, manifest, check == "always", progress)
-            return cls(folder, manifest, read_config(folder, manifest), store)
-        except BaseException:
-            store.close()
+            manifest = read_manifest(folder)
+            with ExitStack() as opened:
+                store = opened.enter_context(closing(open_store(folder, manifest)))
+                for name, entry in manifest.files.items():
+                    check_size(folder / name, entry.bytes)
+                if check != "never":
+                    check_hashes(folder, manifest, check == "always", progress)
+                checkpoint = cls(folder, manifest, read_config(folder, manifest), store)
+                opened.pop_all()
+                return checkpoint
+        except FormatError as error:
+            error.hint = pull_again(folder) or error.hint
             raise
 
     @property
@@ -193,6 +198,12 @@ class Checkpoint:
                 raise FormatError(f"{self.path}: {signs(width)} has values other than -1 and 1")
             self._transforms[width] = SignedHadamard(spec.block, values)
         return self._transforms[width]
+
+
+def pull_again(folder: Path) -> str | None:
+    """What to do about a damaged checkpoint that was pulled; None for any other."""
+    name = cache.model_in(folder)
+    return name and f"bonsai models rm {name}, then bonsai models pull {name}"
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -160,8 +160,53 @@ def test_entries_are_the_whole_models_only(stored, home):
 
 def test_a_damaged_list_of_revisions_is_named(stored):
     (stored.parent / "refs.json").write_text("{")
-    with pytest.raises(BonsaiError, match=r"refs\.json: cannot be read"):
+    with pytest.raises(BonsaiError, match=r"refs\.json: cannot be read") as error:
         hub.resolve("owner/name")
+    assert error.value.hint == "bonsai models rm owner/name, then bonsai models pull owner/name"
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\udcff"])
+def test_a_damaged_list_of_revisions_is_the_trouble_of_one_model(
+    stored, home, tmp_path, monkeypatch, text
+):
+    other = hub.parse("owner/other")
+    tiny.write(tmp_path / "m2").rename(hub.place(other, "c1"))
+    hub.publish(other, "c1")
+    (stored.parent / "refs.json").write_text(text, errors="surrogateescape")
+    listed = run(monkeypatch, "models", "ls")
+    assert listed.code == 0
+    assert [line.split()[:3] for line in listed.out.splitlines()] == [
+        ["owner/name", "c1", "-"], ["owner/other", "c1", "main"],
+    ]  # fmt: skip
+    assert run(monkeypatch, "models", "rm", "owner/other", "--yes").code == 0
+    assert run(monkeypatch, "models", "rm", "owner/name", "--yes").code == 0
+    assert below(home) == []
+
+
+def test_a_pull_repairs_a_damaged_list_of_revisions(stored):
+    (stored.parent / "refs.json").write_text("{")
+    hub.publish(hub.parse("owner/name"), "c1")
+    assert hub.resolve("owner/name") == stored
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "config.json"])
+def test_a_damaged_model_that_was_pulled_is_to_be_pulled_again(stored, monkeypatch, name):
+    (stored / name).write_text("{")
+    for verb in (["generate", "-m", "owner/name", "Hi"], ["inspect", "owner/name"]):
+        found = run(monkeypatch, *verb)
+        assert found.code == 1 and found.err.startswith(f"error: {stored / name}")
+        assert found.err.splitlines()[-1] == (
+            "hint:  bonsai models rm owner/name, then bonsai models pull owner/name"
+        )
+    found = run(monkeypatch, "verify", "owner/name", "-v")
+    assert found.code == 1 and found.err.endswith("then bonsai models pull owner/name\n")
+
+
+def test_what_is_left_of_a_model_makes_room_for_a_pull(stored):
+    (stored / "manifest.json").unlink()
+    assert hub.published(hub.parse("owner/name")) is None
+    assert hub.place(hub.parse("owner/name"), "c1") == stored
+    assert not stored.exists()
 
 
 def test_a_workspace_leaves_nothing_unless_told(home):
