@@ -65,7 +65,7 @@ class Lazy(models.decoder.Reader):
         return self._ops.vector(np.zeros(shape, np.float32))
 
 
-def part(matrix: Any) -> linear.Part:
+def part(matrix: Any, copied: Any) -> linear.Part:
     """As `part_of`, of zeros."""
     rows, columns = matrix.shape
     if matrix.plain:

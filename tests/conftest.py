@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-RUNNERS = ("reference", "cpu", "cpu-exact")
+RUNNERS = ("reference", "cpu", "cpu-exact", "mlx")
 
 
 @pytest.fixture(params=RUNNERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-RUNNERS = ("reference", "cpu", "cpu-exact", "cpu-portable", "cpu-exact-portable")
+RUNNERS = ("reference", "cpu", "cpu-exact", "cpu-portable", "cpu-exact-portable", "mlx")
 
 
 @pytest.fixture(params=RUNNERS)

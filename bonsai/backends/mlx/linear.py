@@ -22,8 +22,10 @@ __all__ = ["Affine", "Dense", "MlxLinear", "Part", "Rotation", "Table", "part_of
 
 LARGEST_GROUP = 128
 """Of MLX's affine formats."""
-ROWS = 1 << 22
-"""Weights of a block of rows that is unpacked, or widened, at a time."""
+WIDENED = 1 << 22
+"""Values of a block of rows that is widened at a time."""
+BLOCK_BYTES = 1 << 22
+"""Of a block of rows that is copied at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +110,7 @@ class Dense:
 
         16-bit values are then widened a block of rows at a time, never all at once.
         """
-        kind, step = self.values.dtype, max(1, ROWS // self.values.shape[1])
+        kind, step = self.values.dtype, max(1, WIDENED // self.values.shape[1])
         if kind in (x.dtype, mx.float32):
             return (x.astype(kind) @ self.values.T).astype(x.dtype)
         wide = x.astype(mx.float32)
@@ -189,23 +191,50 @@ class MlxLinear:
         return y
 
 
-def part_of(matrix: Matrix) -> Part:
-    """The matrix in a format that MLX multiplies with; a copy of its planes."""
+def part_of(matrix: Matrix, copied: Callable[[], None] = lambda: None) -> Part:
+    """The matrix in a format that MLX multiplies with; a copy of its planes.
+
+    `copied` is called whenever the pages read so far are not needed any more.
+    """
     if isinstance(matrix, DenseMatrix):
-        return _dense(matrix)
-    codes, bits = np.ascontiguousarray(matrix.codes), 2
-    if matrix.packing in BITS:
-        bits = BITS[matrix.packing]
-    elif matrix.packing == "b1":
-        bits = 1
-    elif matrix.packing == "t5":
-        codes = _two_bits(matrix)
+        values = _copy(matrix.values.shape, matrix.values.dtype, copied, matrix.values.__getitem__)
+        return Dense(values.view(mx.bfloat16) if matrix.packing == "bf16" else values)
+    rows, columns = matrix.shape
+    bits = 1 if matrix.packing == "b1" else BITS.get(matrix.packing, 2)
+    width = ternary.padded(columns, matrix.group) * bits // 32
+
+    def words(part: slice) -> np.ndarray:
+        codes = matrix.codes[part]
+        if matrix.packing == "t5":
+            trits = ternary.unpack(codes, "t5", matrix.group, columns)
+            return ternary.pack(trits, "t2", matrix.group)
+        return np.ascontiguousarray(codes).view("<u4")
+
+    codes = _copy((rows, width), np.dtype(np.uint32), copied, words)
     scales, biases = _scales(matrix)
     group = min(matrix.group, LARGEST_GROUP)
     if group < matrix.group:
         scales, biases = (mx.repeat(p, matrix.group // group, axis=1) for p in (scales, biases))
-    rows, columns = matrix.shape
-    return Affine(rows, columns, bits, group, mx.array(codes.view("<u4")), scales, biases)
+    mx.eval(scales, biases)
+    copied()
+    return Affine(rows, columns, bits, group, codes, scales, biases)
+
+
+def _copy(
+    shape: tuple[int, ...],
+    kind: np.dtype,
+    copied: Callable[[], None],
+    read: Callable[[slice], np.ndarray],
+) -> mx.array:
+    """An array of `read(rows)`, a block of rows at a time, so that no second copy is ever whole."""
+    made = mx.zeros(shape, getattr(mx, kind.name))
+    mx.eval(made)
+    view = np.asarray(made)  # MLX's own memory
+    step = max(1, BLOCK_BYTES // (shape[1] * kind.itemsize))
+    for start in range(0, shape[0], step):
+        view[start : start + step] = read(slice(start, start + step))
+        copied()
+    return made
 
 
 def _scales(matrix: PackedMatrix) -> tuple[mx.array, mx.array]:
@@ -218,22 +247,6 @@ def _scales(matrix: PackedMatrix) -> tuple[mx.array, mx.array]:
     if float(np.abs(matrix.scales).max(initial=0)) > 32752:  # twice as much is no float16
         scales = scales.astype(mx.float32)
     return 2 * scales, -scales
-
-
-def _two_bits(matrix: PackedMatrix) -> np.ndarray:
-    """The t2 codes of a t5 matrix, a block of rows at a time."""
-    rows, columns = matrix.shape
-    out = np.empty(ternary.PACKINGS["t2"].codes_shape(rows, columns, matrix.group), np.uint32)
-    step = max(1, ROWS // columns)
-    for start in range(0, rows, step):
-        trits = ternary.unpack(matrix.codes[start : start + step], "t5", matrix.group, columns)
-        out[start : start + step] = ternary.pack(trits, "t2", matrix.group)
-    return out
-
-
-def _dense(matrix: DenseMatrix) -> Dense:
-    values = mx.array(np.ascontiguousarray(matrix.values))
-    return Dense(values.view(mx.bfloat16) if matrix.packing == "bf16" else values)
 
 
 def _known(

@@ -200,10 +200,7 @@ class MlxOps:
         """The matrix on the device; the table's own when it is that matrix."""
         if self._table is not None and self._table.matrix is matrix:
             return self._table.part
-        part = part_of(matrix)
-        mx.eval(part.arrays)
-        self._release(matrix.name)
-        return part
+        return part_of(matrix, lambda: self._release(matrix.name))
 
     def _turns(self, state: MlxState, spec: RopeSpec, count: int) -> tuple[mx.array, mx.array]:
         """Cosines and sines [count, 1, dims / 2] of the rows from `state.start` on.
