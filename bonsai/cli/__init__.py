@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from traceback import walk_tb
 from typing import Any
 
 import click
@@ -27,6 +28,8 @@ VERBS = (
     "models", "doctor",
 )  # fmt: skip
 OWN_FLAGS = ("-h", "--help", "--version")
+OUT = "send it to a file or a pipe; or to nowhere with >/dev/null"
+FULL = "free some space where it goes, or send it elsewhere"
 QUIET_OR_VERBOSE = ("-q", "--quiet", "-v", "--verbose")
 
 
@@ -71,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_tidily_when_told()
     _use_utf8()
     console = Console()
+    if sys.stdout is None:  # its descriptor is closed; the next file that is opened would get it
+        error = OSError(errno.EBADF, "standard output is closed")
+        console.error("standard output is closed, so there is no place for the answer", OUT, error)
+        return 1
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with cli.make_context("bonsai", arguments, obj=console) as ctx:
@@ -100,6 +107,8 @@ def _report(error: BaseException, console: Console) -> int:
         console.error(error.format_message(), None, error)
     elif isinstance(error, BonsaiError):
         console.error(str(error), error.hint, error)
+    elif isinstance(error, OSError) and _is_of_stdout(error):
+        _report_stdout(error, console)
     elif isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         console.error(f"{error.strerror or error}{where}", _system_hint(error), error)
@@ -111,6 +120,19 @@ def _report(error: BaseException, console: Console) -> int:
     else:
         raise error  # SystemExit and the like have their own meaning
     return 1
+
+
+def _report_stdout(error: OSError, console: Console) -> None:
+    _drop_stdout()
+    full = error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+    hint = FULL if full else None
+    console.error(f"cannot write standard output: {error.strerror or error}", hint, error)
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether it was raised while something was printed: all that is goes through `click.echo`."""
+    frames = walk_tb(error.__traceback__)
+    return any(frame.f_code is click.echo.__code__ for frame, _ in frames)
 
 
 def _system_hint(error: OSError) -> str | None:
@@ -141,15 +163,13 @@ def _drop_stdout() -> None:
 
 def _flush(console: Console, code: int) -> int:
     """Flush stdout here, where a full disk or a closed pipe can still be reported."""
-    if sys.stdout is None:
-        return code
     try:
         sys.stdout.flush()
     except OSError as error:
-        _drop_stdout()
         if _is_broken_pipe(error):
+            _drop_stdout()
             return code
-        console.error(f"cannot write standard output: {error.strerror}", None, error)
+        _report_stdout(error, console)
         return code or 1
     return code
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from command import Result, Terminal, run
@@ -139,7 +140,7 @@ def test_usage_errors_are_two_lines(script, bonsai):
         ("Hi", "--top-p", "1.5"): "1.5",
         ("Hi", "-n", "0"): "0",
         ("Hi", "--max-context", "0"): "0",
-        ("Hi", "--backend", "gpu"): "auto, cpu, reference",
+        ("Hi", "--backend", "gpu"): "'gpu' is not one of auto, ",
         ("Hi", "--raw", "-s", "x"): "--raw",
         ("Hi", "--raw", "--think"): "--raw",
         ("inspect",): "PATH",
@@ -341,7 +342,7 @@ class Full(io.BytesIO):
     ("error", "code", "err"),
     [
         (BrokenPipeError(32, "Broken pipe"), 0, ""),
-        (OSError(28, "No space left on device"), 1, "error: No space left on device\n"),
+        (OSError(28, "No space"), 1, "error: cannot write standard output: No space\n"),
     ],
 )
 def test_stdout_that_cannot_be_written(script, monkeypatch, error, code, err):
@@ -361,6 +362,51 @@ def python(*arguments, **options):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, env=environment, check=False, **options
     )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("verb", ["doctor", "--help"])
+def test_a_full_disk_behind_stdout_is_one_error(verb):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bonsai", verb], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode() == (
+        "error: cannot write standard output: No space left on device\n"
+        "hint:  free some space where it goes, or send it elsewhere\n"
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("arguments", ["doctor", "--help", "-m x Hi"])
+def test_a_closed_stdout_is_an_error_before_any_work(arguments):
+    command = f'exec "$0" -m bonsai {arguments} >&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: standard output is closed, so there is no place for the answer",
+        "hint:  send it to a file or a pipe; or to nowhere with >/dev/null",
+    ]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_control_c_during_the_imports_is_silent(tmp_path):
+    stuck = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(10**9): pass\n"
+    (tmp_path / "click.py").write_text(stuck)
+    done = python("-c", (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from bonsai.__main__ import main; sys.exit(main())"
+    ))  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_the_installed_command_is_the_one_that_imports_nothing_at_first():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    assert '\nbonsai = "bonsai.__main__:main"\n' in project
 
 
 def test_help_imports_no_array_library():
