@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from typing import Any
@@ -42,6 +41,7 @@ def doctor(json_: bool) -> None:
 def _facts() -> dict[str, Any]:
     import bonsai
     from bonsai import backends, hub
+    from bonsai.backends.cpu import usable_cpus
 
     store = hub.store()
     states = backends.status()
@@ -52,7 +52,7 @@ def _facts() -> dict[str, Any]:
         "system": platform.platform(),
         "machine": platform.machine(),
         "cpu": cpu_name(),
-        "cpus": _usable_cpus(),
+        "cpus": usable_cpus(),
         "libraries": _versions(),
         "backends": {name: _state(text) for name, text in states.items()},
         "store": {
@@ -78,13 +78,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _usable_cpus() -> int:
-    """Logical CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_name() -> str:

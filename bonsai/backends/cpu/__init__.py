@@ -7,10 +7,12 @@ The embedded default. Knows which kernels to use and on how many threads; what t
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from types import ModuleType
 
 from bonsai.backends import MemoryLimit, Progress, streaming
+from bonsai.backends.cpu.quota import quota
 from bonsai.backends.eager import EagerEngine, State
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
@@ -69,11 +71,14 @@ class CpuBackend:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use."""
+    """CPUs that this process may use: those it may run on, or fewer where a container gets less
+    time than that."""
     try:
-        return len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    limit = quota()
+    return count if limit is None else min(count, math.ceil(limit))
 
 
 def _library() -> ModuleType:
