@@ -44,24 +44,13 @@ def test_public_names_know_where_they_are():
     assert (bonsai.load, bonsai.Completion, bonsai.Sampling) == (load, Completion, Sampling)
 
 
-def test_import_loads_no_array_library():
-    heavy = {"numpy", "mlx", "torch", "tokenizers", "jinja2", "rich", "click"}
+def test_import_loads_nothing_but_a_few_modules_of_python():
     found = fresh(
-        "import sys, bonsai\n"
-        f"print(sorted({heavy!r} & set(sys.modules)), [m for m in sys.modules if 'bonsai.' in m])"
+        "import sys; before = set(sys.modules); import bonsai; new = set(sys.modules) - before\n"
+        "print(len(new) < 100, {m.split('.')[0] for m in new} - set(sys.stdlib_module_names),"
+        " [m for m in new if 'bonsai.' in m])"
     )
-    assert found == "[] []"
-
-
-def test_import_is_quick():
-    times = []
-    for _ in range(3):
-        took = fresh(
-            "import time; start = time.perf_counter(); import bonsai\n"
-            "print(time.perf_counter() - start)"
-        )
-        times.append(float(took))
-    assert min(times) < 0.3
+    assert found == "True {'bonsai'} []"
 
 
 def test_errors_and_sampling_need_no_backend():
