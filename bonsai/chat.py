@@ -6,8 +6,8 @@ Knows messages. Does not know templates (the tokenizer renders them) or stop rul
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bonsai.backends import Progress, Session
 from bonsai.errors import InvalidRequest
@@ -24,10 +24,11 @@ class Chat:
     """Turns with one model; made by `Model.chat`. Not shareable between threads.
 
     `messages` is a plain list of {"role", "content"} and may be edited between turns: the next
-    prompt is rendered from it, and the session keeps as many tokens as are still the same.
+    prompt is rendered from it, and the session keeps as many tokens as are still the same. What the
+    model thought is "reasoning_content" of its message; the template keeps it or leaves it out.
 
     A turn that fails changes nothing. A turn that is cancelled (its stream closed, or Ctrl-C) keeps
-    the message and the part of the reply that was delivered, or nothing if that is empty.
+    the message and the part of the answer that was delivered, or nothing if that is empty.
     """
 
     def __init__(self, model: Model, *, system: str | None = None) -> None:
@@ -46,6 +47,9 @@ class Chat:
         stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
         think: bool | None = None,
+        reasoning_effort: str | None = None,
+        max_thinking: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Completion:
         """Say something; the whole reply. The keywords are those of `Model.generate`."""
@@ -55,6 +59,9 @@ class Chat:
             stop=stop,
             sampling=sampling,
             think=think,
+            reasoning_effort=reasoning_effort,
+            max_thinking=max_thinking,
+            chat_template_kwargs=chat_template_kwargs,
             progress=progress,
         ) as stream:
             for _ in stream:
@@ -69,6 +76,9 @@ class Chat:
         stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
         think: bool | None = None,
+        reasoning_effort: str | None = None,
+        max_thinking: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Stream:
         """Say something; the reply as it comes. An earlier stream that still runs is closed.
@@ -79,11 +89,18 @@ class Chat:
         if not isinstance(message, str):
             raise InvalidRequest(f"a chat message is {type(message).__name__}, expected a string")
         user = {"role": "user", "content": message}
+        prompt = self._model.encode_messages(
+            [*self.messages, user],
+            think=think,
+            reasoning_effort=reasoning_effort,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         request = self._model.request(
-            self._model.encode_messages([*self.messages, user], think=think),
+            prompt,
             max_tokens=max_tokens,
             stop=stop,
             sampling=sampling,
+            thinking=self._model.thinking(prompt, max_thinking),
             progress=progress,
             remedy="/reset (in Python: reset(), or remove old messages)",
         )
@@ -116,7 +133,9 @@ class Chat:
         session = self._model.session() if self._session is None else self._session
         self._session = None  # until the turn has ended well
         try:
-            yield from run(session, self._model.tokenizer.stream_decoder(), request, record)
+            yield from run(
+                session, self._model.tokenizer.stream_decoder(markers=True), request, record
+            )
         except GeneratorExit:
             self._session = session
             self._keep(user, record)
@@ -131,7 +150,10 @@ class Chat:
 
     def _keep(self, user: dict[str, str], record: Record) -> None:
         if record.text or record.finish_reason != "cancelled":
-            self.messages += [user, {"role": "assistant", "content": record.text}]
+            reply = {"role": "assistant", "content": record.text}
+            if record.reasoning:
+                reply["reasoning_content"] = record.reasoning
+            self.messages += [user, reply]
 
     def _end_stream(self) -> None:
         earlier = None if self._stream is None else self._stream()

@@ -6,7 +6,6 @@ reply unfolds (`reply`), what a conversation remembers (`chat`) or any backend b
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bonsai import backends, hub
+from bonsai.arguments import count, read_messages, with_effort
 from bonsai.backends import Backend, Engine, MemoryLimit, Progress, Session
 from bonsai.chat import Chat
 from bonsai.errors import ContextOverflow, FormatError, InvalidRequest
@@ -22,6 +22,7 @@ from bonsai.reply import Chunk, Completion, Record, Request, Stream, Timings, Us
 from bonsai.sampling import Sampling
 from bonsai.sizes import read_size
 from bonsai.stops import read_stops
+from bonsai.thinking import Thinking
 from bonsai.tokenizer import Tokenizer
 
 __all__ = ["DEFAULT_CONTEXT", "Chunk", "Completion", "Model", "Stream", "Timings", "Usage", "load"]
@@ -51,9 +52,9 @@ def load(
     Raises ModelNotFound, FormatError, UnsupportedModel, BackendUnavailable or InvalidRequest.
     """
     if max_context is not None:
-        max_context = _count(max_context, "max_context")
+        max_context = count(max_context, "max_context")
     if threads is not None:
-        threads = _count(threads, "threads")
+        threads = count(threads, "threads")
     memory = None
     if memory_limit is not None:
         limit = read_size(memory_limit, "memory_limit")
@@ -130,6 +131,9 @@ class Model:
         stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
         think: bool | None = None,
+        reasoning_effort: str | None = None,
+        max_thinking: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         raw: bool = False,
         progress: Progress | None = None,
     ) -> Completion:
@@ -137,11 +141,15 @@ class Model:
 
         system      a system message to put first
         max_tokens  the longest reply; by default what fits into the context, which also ends it
-        stop        strings that end the reply; they are not part of it. Empty ones are ignored
+        stop        strings that end the reply; they are not part of it. Empty ones are ignored.
+                    They are looked for in the answer only, not in the reasoning before it
         sampling    how tokens are chosen; by default the model's own settings (`Model.sampling`)
-        think       the template's thinking switch; None leaves it as the template has it
+        think       the template's thinking switch, where it has one; None leaves it as it is
+        reasoning_effort  how much to think, in a word that the template knows ("low", "high", ...)
+        max_thinking      tokens of reasoning after which the model has to answer
+        chat_template_kwargs  further variables of the template, such as preserve_thinking
         raw         no chat template: the model continues the prompt, which may spell out its
-                    special tokens
+                    special tokens. All that it writes is text, markers of reasoning too
         progress    called as progress("prefill", done, total)
 
         Raises ContextOverflow or InvalidRequest before anything is computed, and NumericError.
@@ -153,6 +161,9 @@ class Model:
             stop=stop,
             sampling=sampling,
             think=think,
+            reasoning_effort=reasoning_effort,
+            max_thinking=max_thinking,
+            chat_template_kwargs=chat_template_kwargs,
             raw=raw,
             progress=progress,
         ) as stream:
@@ -169,6 +180,9 @@ class Model:
         stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
         think: bool | None = None,
+        reasoning_effort: str | None = None,
+        max_thinking: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         raw: bool = False,
         progress: Progress | None = None,
     ) -> Stream:
@@ -177,11 +191,23 @@ class Model:
         The work starts with the first piece and stops when the stream is closed or dropped.
         """
         if raw:
-            ids = self._encode_raw(prompt, system, think)
+            others = (system, think, reasoning_effort, max_thinking, chat_template_kwargs)
+            ids, thinking = self._encode_raw(prompt, others), None
         else:
-            ids = self.encode_messages(_messages(prompt, system), think=think)
+            ids = self.encode_messages(
+                read_messages(prompt, system),
+                think=think,
+                reasoning_effort=reasoning_effort,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            thinking = self.thinking(ids, max_thinking)
         request = self.request(
-            ids, max_tokens=max_tokens, stop=stop, sampling=sampling, progress=progress
+            ids,
+            max_tokens=max_tokens,
+            stop=stop,
+            sampling=sampling,
+            thinking=thinking,
+            progress=progress,
         )
         record = Record(len(ids))
         return Stream(self._reply(request, record), record)
@@ -198,7 +224,12 @@ class Model:
         return engine.session(self.max_context, min(self.tokenizer.size, engine.vocab))
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        think: bool | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt of a conversation as ids, up to where the reply begins."""
         if not self.tokenizer.has_chat_template:
@@ -206,7 +237,17 @@ class Model:
                 f"{self.name} has no chat template",
                 hint="it can only continue text: --raw (in Python: raw=True)",
             )
-        return self.tokenizer.encode_chat(messages, think=think)
+        return self.tokenizer.encode_chat(
+            messages,
+            think=think,
+            chat_template_kwargs=with_effort(chat_template_kwargs, reasoning_effort),
+        )
+
+    def thinking(self, prompt: Sequence[int], max_thinking: int | None = None) -> Thinking | None:
+        """What is known about the reasoning of a reply to these ids; None for models without."""
+        if max_thinking is not None:
+            max_thinking = count(max_thinking, "max_thinking", least=0)
+        return self.tokenizer.thinking(prompt, max_thinking)
 
     def request(
         self,
@@ -215,6 +256,7 @@ class Model:
         max_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
+        thinking: Thinking | None = None,
         progress: Progress | None = None,
         remedy: str = "shorten the prompt",
     ) -> Request:
@@ -235,10 +277,10 @@ class Model:
             )
         if sampling is not None and not isinstance(sampling, Sampling):
             raise InvalidRequest(f"sampling is {sampling!r:.80}, expected a bonsai.Sampling")
-        limit = room if max_tokens is None else min(room, _count(max_tokens, "max_tokens"))
+        limit = room if max_tokens is None else min(room, count(max_tokens, "max_tokens"))
         stops = read_stops(stop)
         chosen = self.sampling if sampling is None else sampling
-        return Request(prompt, limit, stops, chosen, self.tokenizer.eos, progress)
+        return Request(prompt, limit, stops, chosen, self.tokenizer.eos, progress, thinking)
 
     def close(self) -> None:
         """Free the weights; replies that still run end first. Later calls raise InvalidRequest."""
@@ -256,12 +298,12 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode_raw(self, prompt: Any, system: str | None, think: bool | None) -> list[int]:
+    def _encode_raw(self, prompt: Any, others: Sequence[Any]) -> list[int]:
         if not isinstance(prompt, str):
             raise InvalidRequest(f"a raw prompt is {type(prompt).__name__}, expected a string")
-        if system is not None or think is not None:
+        if any(value is not None for value in others):
             raise InvalidRequest(
-                "a raw prompt has no system message and no thinking switch",
+                "a raw prompt has no system message, no thinking and no template",
                 hint="write them into the prompt, or leave raw out",
             )
         return self.tokenizer.encode(prompt, special=True, add_bos=True)
@@ -269,7 +311,7 @@ class Model:
     def _reply(self, request: Request, record: Record) -> Generator[Chunk, None, None]:
         with self._lend() as session:
             session.rewind(0)  # a reply never depends on the replies before it
-            yield from run(session, self.tokenizer.stream_decoder(), request, record)
+            yield from run(session, self.tokenizer.stream_decoder(markers=True), request, record)
 
     @contextmanager
     def _lend(self) -> Iterator[Session]:
@@ -294,41 +336,12 @@ class Model:
                 session.close()
 
 
-def _messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
-    """The messages of a prompt; what is inside each of them is checked by the tokenizer."""
-    if system is not None and not isinstance(system, str):
-        raise InvalidRequest(f"system is {type(system).__name__}, expected a string")
-    first = [] if system is None else [{"role": "system", "content": system}]
-    if isinstance(prompt, str):
-        return [*first, {"role": "user", "content": prompt}]
-    if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):
-        raise InvalidRequest(
-            f"the prompt is {type(prompt).__name__}, expected a string or a list of messages",
-            hint='a message is {"role": "user", "content": "..."}',
-        )
-    if not prompt:
-        raise InvalidRequest("the list of messages is empty")
-    if first and prompt[0].get("role") == "system":
-        raise InvalidRequest("there are two system messages: `system` and the first of the list")
-    return [*first, *prompt]
-
-
 def _more_context(needed: int, model_context: int, remedy: str) -> str:
     """What to do when a prompt of `needed` tokens does not fit; `remedy` is what always helps."""
     if needed >= model_context:
         return f"{remedy}: the model was made for {model_context:,} tokens"
     larger = min(model_context, 1 << needed.bit_length())
     return f"{remedy}, or --max-context {larger} (in Python: max_context={larger})"
-
-
-def _count(value: Any, name: str) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise InvalidRequest(f"{name} is {value!r:.80}, expected a whole number, 1 or more")
-    return number
 
 
 def _recommended(settings: Mapping[str, Any] | None) -> Sampling | None:

@@ -9,12 +9,13 @@ import codecs
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from bonsai.errors import BonsaiError, ContextOverflow, InvalidRequest
 from bonsai.sampling import Sampling
+from bonsai.thinking import Markers, Thinking
 
 if TYPE_CHECKING:
     from bonsai.backends import MemoryLimit, Progress
@@ -24,16 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["ScriptedBackend", "ScriptedTokenizer", "model"]
 
 Piece = str | bytes | BaseException
+Thinks = Literal["prompt", "reply"]
 END = 256
+MARKERS = Markers("<think>", "</think>")
 
 
 def model(
-    backend: ScriptedBackend, *, max_context: int | None = None, sampling: Sampling | None = None
+    backend: ScriptedBackend,
+    *,
+    max_context: int | None = None,
+    sampling: Sampling | None = None,
+    thinks: Thinks | None = None,
 ) -> Model:
-    """A Model that needs no files: `backend` with a `ScriptedTokenizer`, which knows its pieces."""
+    """A Model that needs no files: `backend` with a `ScriptedTokenizer`, which knows its pieces.
+
+    `thinks` makes it one that thinks between <think> and </think>: "reply" where the replies of the
+    script begin with <think> themselves, "prompt" where the template has written that already.
+    """
     from bonsai.generate import Model
 
-    tokenizer = ScriptedTokenizer(backend.replies)
+    tokenizer = ScriptedTokenizer(backend.replies, thinks)
     engine = backend.engine([tokenizer.script(r) for r in backend.replies], END, tokenizer.size)
     return Model(
         engine, cast(Any, tokenizer), name="scripted", max_context=max_context, sampling=sampling
@@ -213,14 +224,19 @@ class ScriptedTokenizer:
     """256 bytes, an end marker, and the pieces of a script; the Tokenizer of `model`.
 
     Text is encoded as the longest pieces that it contains, and bytes where there are none. A chat
-    is "role: content" lines, and "assistant: " where the reply begins.
+    is "role: content" lines, and "assistant: " where the reply begins. Templates of models that
+    think (`thinks`) have the switch `enable_thinking`, and "effort: " before the first line where
+    they get a reasoning_effort; what was thought in earlier turns is left out.
     """
 
     bos = None
     eos = frozenset({END})
     has_chat_template = True
 
-    def __init__(self, replies: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, replies: Sequence[Sequence[Piece]], thinks: Thinks | None = None) -> None:
+        self.markers = None if thinks is None else MARKERS
+        self.thinking_switch = None if thinks is None else "enable_thinking"
+        self._thinks = thinks
         pieces = [_bytes(p) for r in replies for p in r if not isinstance(p, BaseException)]
         self._bytes = [bytes([b]) for b in range(256)] + [b""]
         self._bytes += [p for p in dict.fromkeys(pieces) if p]
@@ -245,8 +261,14 @@ class ScriptedTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return {ascii(piece): i for i, piece in enumerate(self._bytes)}
 
-    def stream_decoder(self) -> ScriptedDecoder:
+    def stream_decoder(self, *, special: bool = False, markers: bool = False) -> ScriptedDecoder:
         return ScriptedDecoder(self._bytes)
+
+    def thinking(self, prompt: Sequence[int], limit: int | None = None) -> Thinking | None:
+        if self.markers is None:
+            return None
+        opened = self.decode(prompt[-16:]).endswith(MARKERS.begin + "\n")
+        return Thinking(MARKERS, opened, limit, tuple(self.encode("\n</think>\n\n")))
 
     def render(
         self,
@@ -254,10 +276,23 @@ class ScriptedTokenizer:
         *,
         tools: Any = None,
         think: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
+        effort = self._effort(chat_template_kwargs or {})
         lines = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return lines + "assistant: " * add_generation_prompt
+        text = effort + lines + "assistant: " * add_generation_prompt
+        if self._thinks is None or not add_generation_prompt:
+            return text
+        if think is False:
+            return text + "<think>\n\n</think>\n\n"
+        return text + "<think>\n" * (self._thinks == "prompt")
+
+    def _effort(self, given: Mapping[str, Any]) -> str:
+        known = set() if self._thinks is None else {"reasoning_effort"}
+        for name in given.keys() - known:
+            raise InvalidRequest(f"the chat template has no variable {name!r:.80}")
+        return f"effort: {given['reasoning_effort']}\n" if given else ""
 
     def encode_chat(
         self,
@@ -265,9 +300,16 @@ class ScriptedTokenizer:
         *,
         tools: Any = None,
         think: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt))
+        text = self.render(
+            messages,
+            think=think,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self.encode(text)
 
 
 class ScriptedDecoder:

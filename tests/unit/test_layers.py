@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (  # lowest first; a part may import itself and what stands below it
     {"errors", "callable_module", "cache", "locks"},
-    {"sizes"},
+    {"sizes", "arguments"},
     {"config", "ternary", "sampling", "stops", "thinking"},
     {"affine"},
     {"matrix"},
