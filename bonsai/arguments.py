@@ -6,12 +6,12 @@ Knows what is accepted. Does not know models: whether a prompt fits is not decid
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bonsai.errors import InvalidRequest
 
-__all__ = ["count", "read_messages", "with_effort"]
+__all__ = ["count", "read_messages", "user_texts", "with_effort"]
 
 
 def read_messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
@@ -31,6 +31,16 @@ def read_messages(prompt: Any, system: str | None) -> list[Mapping[str, Any]]:
     if first and prompt[0].get("role") == "system":
         raise InvalidRequest("there are two system messages: `system` and the first of the list")
     return [*first, *prompt]
+
+
+def user_texts(messages: Sequence[Any]) -> list[str]:
+    """What users say in messages, as far as it is plain text; stripped, as templates do it."""
+    found = (
+        message.get("content")
+        for message in messages
+        if isinstance(message, Mapping) and message.get("role") == "user"
+    )
+    return [text.strip() for text in found if isinstance(text, str)]
 
 
 def with_effort(kwargs: Any, effort: Any) -> Any:

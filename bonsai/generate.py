@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bonsai import backends, hub
-from bonsai.arguments import count, read_messages, with_effort
+from bonsai.arguments import count, read_messages, user_texts, with_effort
 from bonsai.backends import Backend, Engine, MemoryLimit, Progress, Session
 from bonsai.chat import Chat
 from bonsai.errors import ContextOverflow, FormatError, InvalidRequest
@@ -60,6 +60,11 @@ def load(
         limit = read_size(memory_limit, "memory_limit")
         memory = MemoryLimit(limit, DEFAULT_CONTEXT if max_context is None else max_context)
     chosen = backends.select(backend) if isinstance(backend, str) else backend
+    if not callable(getattr(chosen, "load", None)):
+        raise InvalidRequest(
+            f"backend is {backend!r:.80}, expected a name",
+            hint=f"auto, {', '.join(backends.NAMES)}",
+        )
     checkpoint = Checkpoint.open(hub.resolve(os.fspath(name_or_path), revision))
     try:
         tokenizer = Tokenizer.open(checkpoint.path)  # first: the limit counts its memory
@@ -237,6 +242,7 @@ class Model:
                 f"{self.name} has no chat template",
                 hint="it can only continue text: --raw (in Python: raw=True)",
             )
+        self._refuse_overlong(*user_texts(messages))
         return self.tokenizer.encode_chat(
             messages,
             think=think,
@@ -306,7 +312,18 @@ class Model:
                 "a raw prompt has no system message, no thinking and no template",
                 hint="write them into the prompt, or leave raw out",
             )
+        self._refuse_overlong(prompt)
         return self.tokenizer.encode(prompt, special=True, add_bos=True)
+
+    def _refuse_overlong(self, *texts: str) -> None:
+        """Raise ContextOverflow for a prompt that is too long by its length alone, which is known
+        before many megabytes of it are taken apart."""
+        least = self.tokenizer.least(*texts)
+        if least >= self.max_context:
+            raise ContextOverflow(
+                f"prompt has at least {least:,} tokens, max_context is {self.max_context:,}",
+                hint=_more_context(least, self.engine.context, "shorten the prompt"),
+            )
 
     def _reply(self, request: Request, record: Record) -> Generator[Chunk, None, None]:
         with self._lend() as session:

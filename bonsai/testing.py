@@ -255,6 +255,9 @@ class ScriptedTokenizer:
     def encode(self, text: str, *, special: bool = False, add_bos: bool = False) -> list[int]:
         return [self._ids[piece] for piece in self._split.findall(text.encode()) if piece]
 
+    def least(self, *texts: str) -> int:
+        return 0
+
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", "replace")
 

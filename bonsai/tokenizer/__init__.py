@@ -118,6 +118,10 @@ class Tokenizer:
         prefix = list(self.prefix) if add_bos else []
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
+    def least(self, *texts: str) -> int:
+        """How many ids texts have together at least, from their length; 0 where nobody knows."""
+        return self._file.bound.least(*texts)
+
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ids, without special tokens unless `special`; ids that do not exist are
         nothing, bytes that are no character are U+FFFD."""

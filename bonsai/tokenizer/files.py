@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bonsai.errors import BonsaiError, FormatError, InvalidRequest, UnsupportedModel
 from bonsai.format.files import child, read_small
+from bonsai.tokenizer.bounds import Bound
 from bonsai.tokenizer.patterns import exploding
 from bonsai.tokenizer.stream import Spelling
 
@@ -56,6 +57,7 @@ class TokenizerFile:
     prefix    ids that belong before a text that is not a chat (the bos token, or nothing)
     unknown   the id of what the vocabulary cannot spell, in the few that have one
     names     what templates know: bos_token, eos_token, ...
+    bound     how many ids a text has at least
     """
 
     path: Path
@@ -70,6 +72,7 @@ class TokenizerFile:
     eos: frozenset[int]
     names: dict[str, str]
     config: dict[str, Any]
+    bound: Bound
 
     @classmethod
     def read(cls, folder: Path) -> TokenizerFile:
@@ -101,6 +104,7 @@ class TokenizerFile:
             eos=_eos(folder, _id_of(full, names.get("eos_token"))),
             names=names,
             config=config,
+            bound=Bound.read(document),
         )
 
     def plain(self, *, later: bool = False) -> Library:

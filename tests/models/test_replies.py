@@ -59,6 +59,32 @@ def test_all_thousand_tokens_have_their_successor(tmp_path, backend):
         assert model.generate("Hi").text == "".join(pieces)
 
 
+def test_a_huge_prompt_is_refused_by_its_length(tmp_path, monkeypatch):
+    """Thirty megabytes would take minutes to encode."""
+    path = successor.write(tmp_path / "m", ["Hel", "lo"])
+    with bonsai.load(path, backend="reference", max_context=1000) as model:
+        widest = max(map(len, model.tokenizer.vocabulary()))
+        text = "ab " * 10_000_000
+        for name in ("encode", "encode_chat"):
+            monkeypatch.setattr(
+                type(model.tokenizer), name, lambda *_, **__: pytest.fail("encoded")
+            )
+        chat = model.chat()
+        for ask in (
+            lambda: model.stream(text),
+            lambda: model.stream(text, raw=True),
+            lambda: model.stream([{"role": "user", "content": text[:-100]}] * 2),
+            lambda: chat.stream(text),
+        ):
+            with pytest.raises(bonsai.ContextOverflow) as caught:
+                ask()
+            least = int(str(caught.value).split()[4].replace(",", ""))
+            assert least >= len(text) // widest - 1
+            assert str(caught.value).endswith("max_context is 1,000")
+            assert "shorten the prompt" in caught.value.hint
+        assert chat.messages == []
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_sampled_reply_is_the_greedy_one_where_the_model_is_sure(say, architecture):
     what = Successor(["Hel", "lo"], architecture=architecture)
@@ -236,6 +262,12 @@ def test_load_refuses_before_it_reads(tmp_path):
         bonsai.load(tmp_path / "nothing", backend="reference")
     with pytest.raises(bonsai.BackendUnavailable, match="nonsense"):
         bonsai.load(tmp_path / "nothing", backend="nonsense")
+    for nothing in (None, 3, object()):
+        with pytest.raises(
+            bonsai.InvalidRequest, match=r"backend is .*, expected a name"
+        ) as caught:
+            bonsai.load(tmp_path / "nothing", backend=nothing)
+        assert caught.value.hint.startswith("auto, ")
     with pytest.raises(bonsai.InvalidRequest, match="max_context is 0"):
         bonsai.load(tmp_path / "nothing", max_context=0)
     path = successor.write(tmp_path / "m", Successor(["Hi"], context=100))
