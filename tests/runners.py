@@ -71,7 +71,7 @@ def _defaults() -> Runner:
     return replace(_reference(), name="defaults", ops=DefaultOps())
 
 
-def _cpu(isa: str | None, exact: bool) -> Runner:
+def on_cpu(isa: str | None, exact: bool) -> Runner:
     from bonsai.backends.cpu.ops import CpuOps
 
     ops = CpuOps(isa, exact=exact)
@@ -151,11 +151,11 @@ def _mlx(dtype: str) -> Runner:
 _MAKERS = {
     "defaults": _defaults,
     "reference": _reference,
-    "cpu": partial(_cpu, None, False),
-    "cpu-exact": partial(_cpu, None, True),
+    "cpu": partial(on_cpu, None, False),
+    "cpu-exact": partial(on_cpu, None, True),
     "mlx": partial(_mlx, "float32"),
-    "cpu-portable": partial(_cpu, "portable", False),
-    "cpu-exact-portable": partial(_cpu, "portable", True),
+    "cpu-portable": partial(on_cpu, "portable", False),
+    "cpu-exact-portable": partial(on_cpu, "portable", True),
 }
 
 

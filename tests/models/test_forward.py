@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import dense
 import numpy as np
 import pytest
+import runners
 import tiny
 import tolerances
 from numpy.testing import assert_allclose
@@ -207,6 +209,30 @@ def test_activations_beyond_fp16_are_kept(runner: Runner, tmp_path: Path) -> Non
         h = np.float64(3e3) ** 2  # gate * up is about this
         assert h > 65504
         assert_allclose(found, truth(checkpoint, TOKENS)[-1], **runner.model)
+
+
+@pytest.mark.parametrize("name", ["llama-ffn192-1001", "qwen3-hadamard-untied", "qwen3-head96"])
+def test_every_instruction_set_says_the_same(made, name: str) -> None:
+    """Scales are below 1, sizes are odd. Ids are compared where no activation is rounded: a step of
+    int8 more or less may decide between two tokens that are nearly as good."""
+    cpu = pytest.importorskip("bonsai.backends.cpu._native", reason="the native library is absent")
+    with Checkpoint.open(made(name)[0]) as checkpoint:
+        assert checkpoint.matrix("layers.0.attn.q").scales.max() < 1
+        found = {}
+        for isa in cpu.supported():
+            for exact in (False, True):
+                runner = runners.on_cpu(isa, exact)
+                engine = runner.load(checkpoint)
+                with engine.session(100, engine.vocab) as session:
+                    session.prefill(list(TOKENS))
+                    logits = session.logits()
+                    ids = list(islice(session.decode(Sampling.greedy()), 20)) if exact else []
+                found[isa, exact] = logits, ids
+    for (isa, exact), (logits, ids) in found.items():
+        expected, same_ids = found["portable", exact]
+        bound = tolerances.F32_MODEL if exact else tolerances.INT8_SAME
+        assert_allclose(logits, expected, **bound, err_msg=isa)
+        assert ids == same_ids, isa
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu-exact", "cpu"])
