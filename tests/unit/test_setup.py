@@ -130,6 +130,28 @@ def test_a_failing_build_shows_the_end_of_its_log(machine):
 
 
 @needs_make
+def test_a_failed_download_ends_the_demo(machine):
+    """The environment is made, its Python can do everything but pull."""
+    inner = (
+        'echo "$*" >>.venv/calls\ncase "$*" in *pull*) echo "error: no network" >&2; exit 1;; esac'
+    )
+    _script(
+        machine.bare / "python3",
+        'if [ "$1" = -m ]; then mkdir -p .venv/bin && cat >.venv/bin/python <<"EOF"\n'
+        f"#!/bin/sh\n{inner}\nEOF\nchmod 755 .venv/bin/python; fi",
+    )
+    _script(machine.bare / "g++", "exit 0")
+    done = subprocess.run(
+        ["make", "-s", "demo", "PYTHON=python3"], cwd=machine.folder,
+        env={"PATH": str(machine.bare), "LC_ALL": "C"},
+        capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert _said(done) == ["error: no network"]
+    calls = (machine.folder / ".venv" / "calls").read_text().splitlines()
+    assert calls[-1].startswith("-m bonsai models pull ")
+
+
+@needs_make
 def test_a_failed_environment_is_not_left_half_made(machine):
     _script(
         machine.bare / "python3",
