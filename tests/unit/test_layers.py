@@ -32,7 +32,7 @@ LAYERS = (  # lowest first; a part may import itself and what stands below it
     {"chat"},
     {"generate"},
     {"testing", "bench", "fidelity"},
-    {"convert"},
+    {"convert", "integrations"},
     {"cli", "server"},
     {"__init__", "__main__"},
 )
@@ -56,7 +56,7 @@ OWNERS = {  # foreign library -> the parts that may import it; NumPy is everybod
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "huggingface_hub": {"download"},
-    "mlx": {"backends.mlx"},
+    "mlx": {"backends.mlx", "integrations"},
     "torch": {"backends.cuda"},
     "starlette": {"server"},
     "uvicorn": {"server"},

@@ -167,8 +167,8 @@ class MlxOps:
             y, memory = delta.one(q[0], k[0], v[0], decay[0], beta[0], memory)
             y = y[None]
         else:
-            heads = (a.transpose(1, 0, 2) for a in (q, k, v))
-            y, memory = delta.through(*heads, decay.T, beta.T, memory)
+            q, k, v = (a.transpose(1, 0, 2) for a in (q, k, v))
+            y, memory = delta.through(q, k, v, decay.T, beta.T, memory)
             y = y.transpose(1, 0, 2)
         state.delta.store_memory(layer, memory)
         return y

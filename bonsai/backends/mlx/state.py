@@ -92,6 +92,8 @@ class MlxState:
         self._max_context = max_context
         self._position = 0
         self._frame: dict[Hashable, Any] = {}
+        self.keys: list[mx.array] = []
+        self.values: list[mx.array] = []
         with scope():
             self._clear()
 
@@ -221,8 +223,8 @@ class MlxState:
     def _clear(self) -> None:
         spec = self._spec
         empty = mx.zeros((1, spec.kv_heads, 0, spec.head_dim), self.dtype)
-        self.keys: list[mx.array] = [empty] * spec.kv_layers
-        self.values: list[mx.array] = [empty] * spec.kv_layers
+        self.keys = [empty] * spec.kv_layers
+        self.values = [empty] * spec.kv_layers
         if spec.delta is not None:
             self.delta = DeltaArrays.zeros(spec.delta)
 
