@@ -199,7 +199,8 @@ def _model(architecture: str, found: models.Model, dtype: Any) -> nn.Module:
         (mlp.down_proj,) = _of(layer, "down")
         block(target, layer, cfg, dtype)
     if not cfg.tied:
-        getattr(model, "language_model", model).lm_head = w.head[0]  # type: ignore[index]
+        holder: Any = model.language_model if architecture == "qwen35" else model
+        holder.lm_head = w.head[0]  # type: ignore[index]
     return model
 
 
