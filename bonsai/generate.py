@@ -59,12 +59,7 @@ def load(
     if memory_limit is not None:
         limit = read_size(memory_limit, "memory_limit")
         memory = MemoryLimit(limit, DEFAULT_CONTEXT if max_context is None else max_context)
-    chosen = backends.select(backend) if isinstance(backend, str) else backend
-    if not callable(getattr(chosen, "load", None)):
-        raise InvalidRequest(
-            f"backend is {backend!r:.80}, expected a name",
-            hint=f"auto, {', '.join(backends.NAMES)}",
-        )
+    chosen = _backend(backend)
     checkpoint = Checkpoint.open(hub.resolve(os.fspath(name_or_path), revision))
     try:
         tokenizer = Tokenizer.open(checkpoint.path)  # first: the limit counts its memory
@@ -351,6 +346,17 @@ class Model:
                     self._idle = session
             if not kept:
                 session.close()
+
+
+def _backend(wanted: Any) -> Backend:
+    """The backend of a name, or the one that is given."""
+    if isinstance(wanted, str):
+        return backends.select(wanted)
+    if not callable(getattr(wanted, "load", None)):
+        names = ", ".join(backends.NAMES)
+        raise InvalidRequest(f"backend is {wanted!r:.80}, expected a name", hint=f"auto, {names}")
+    found: Backend = wanted
+    return found
 
 
 def _more_context(needed: int, model_context: int, remedy: str) -> str:
