@@ -265,6 +265,8 @@ class Tokenizer:
                 f"{template.where}: the chat template has no variable {name!r:.80}",
                 hint=f"its variables: {others}",
             )
+        if think is not None and not isinstance(think, bool):
+            raise InvalidRequest(f"think is {think!r:.80}, expected True, False or None")
         switch = _switch(template)
         if think is None or switch is None:
             return given
