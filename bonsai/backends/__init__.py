@@ -24,6 +24,7 @@ __all__ = [
     "MODES",
     "NAMES",
     "Backend",
+    "Check",
     "Engine",
     "MemoryLimit",
     "Progress",
@@ -53,6 +54,15 @@ class MemoryLimit:
 
     limit: int
     context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a backend's `self_check` found out about one of its parts."""
+
+    name: str
+    good: bool
+    detail: str
 
 
 class Session(Protocol):

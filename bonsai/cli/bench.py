@@ -94,6 +94,8 @@ def _lines(model: Model, found: Bench) -> list[str]:
         if found.bytes_per_token:
             read = f"{size(found.bytes_per_token)} of weights per token"
             lines.append(f"weights  {found.decode_gbps:.2f} GB/s in decode  ({read})")
+    if prediction := getattr(model.engine, "prediction", None):
+        lines.append(f"expected {prediction}")
     lines.append(f"load     {found.load_s:.2f} s")
     lines.append(f"memory   {size(found.peak_bytes)} at most")
     return lines
@@ -123,6 +125,8 @@ def _facts(model: Model, found: Bench) -> dict[str, Any]:
         "bytes_per_token": found.bytes_per_token,
         "decode_gbps": found.decode_gbps,
     }
+    if prediction := getattr(model.engine, "prediction", None):
+        facts["decode_tps_predicted"] = [prediction.low, prediction.high]
     for name, rate in (("prefill", found.prefill), ("decode", found.decode)):
         facts[f"{name}_tps"] = rate.median if rate else None
         facts[f"{name}_spread"] = rate.spread if rate else None

@@ -24,9 +24,10 @@ __all__ = ["compare"]
 @click.option("-t", "--text", type=TEXT, required=True, metavar="FILE",
               help="The text to compare on; '-' is standard input.")  # fmt: skip
 @click.option("--backend-a", type=BackendName(), default="auto", metavar="BACKEND",
-              help="Where A runs: auto, cpu, cpu-exact or reference. Default: auto.")  # fmt: skip
+              help="Where A runs: auto, mlx, cpu or reference. Default: auto.")  # fmt: skip
 @click.option("--backend-b", type=BackendName(), default="auto", metavar="BACKEND",
-              help="Where B runs; cpu-exact has float32 activations. Default: auto.")  # fmt: skip
+              help="Where B runs; mlx-exact and cpu-exact have float32 activations. Default: "
+              "auto.")  # fmt: skip
 @window_options
 @options.json_flag
 @options.verbosity

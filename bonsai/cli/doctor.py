@@ -18,11 +18,24 @@ UNAVAILABLE = "unavailable: "
 
 
 @click.command()
+@click.option("--full", is_flag=True, help="Also compute small problems with known answers.")
 @options.json_flag
 @options.verbosity
-def doctor(json_: bool) -> None:
-    """Show versions, this machine, and which backends work here, or why not."""
+def doctor(full: bool, json_: bool) -> None:
+    """Show versions, this machine, and which backends work here, or why not.
+
+    With --full each backend that can checks itself on this device; one that finds an error gives
+    exit code 1. The output may be pasted into a report: of yours it has paths and nothing else.
+    """
     facts = _facts()
+    if full:
+        facts["checks"] = _checks(facts["backends"])
+    _show(facts, json_)
+    if any(not check["good"] for found in facts.get("checks", {}).values() for check in found):
+        raise click.exceptions.Exit(1)
+
+
+def _show(facts: dict[str, Any], json_: bool) -> None:
     if json_:
         click.echo(options.as_json(facts))
         return
@@ -36,6 +49,22 @@ def doctor(json_: bool) -> None:
         click.echo(f"backend   {name}: {state['status'] if state['works'] else state['reason']}")
     store = facts["store"]
     click.echo(f"store     {store['path']}, {size(store['bytes'])} in {store['models']} models")
+    for name, found in facts.get("checks", {}).items():
+        for check in found:
+            mark = "ok" if check["good"] else "WRONG"
+            click.echo(f"check     {name}: {check['name']}: {mark}, {check['detail']}")
+
+
+def _checks(states: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What the backends that work find out about themselves."""
+    from bonsai import backends
+
+    found = {}
+    for name in (name for name, state in states.items() if state["works"]):
+        check = getattr(backends.get(name), "self_check", None)
+        if check is not None:
+            found[name] = [{"name": c.name, "good": c.good, "detail": c.detail} for c in check()]
+    return found
 
 
 def _facts() -> dict[str, Any]:

@@ -241,7 +241,8 @@ def model_options(verb: Verb) -> Verb:
                      help="A name or a directory. Default: $BONSAI_MODEL."),
         click.option("--backend", type=BackendName(), metavar="BACKEND", envvar="BONSAI_BACKEND",
                      default="auto",
-                     help="auto, cpu, cpu-exact or reference. Default: $BONSAI_BACKEND, or auto."),
+                     help="auto, mlx, cpu or reference; mlx-exact and cpu-exact have float32 "
+                     "activations. Default: $BONSAI_BACKEND, or auto."),
         click.option("--max-context", type=POSITIVE, metavar="N",
                      help="Tokens that prompt and reply may have together. Default: what the "
                      "model was made for, at most 8192."),

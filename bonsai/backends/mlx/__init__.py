@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from bonsai.backends import MemoryLimit, Progress
+from bonsai.backends import Check, MemoryLimit, Progress
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
 
@@ -54,6 +55,13 @@ class MlxBackend:
         from bonsai.backends.mlx import load  # needs MLX
 
         return load.engine(checkpoint, progress, memory, self._dtype, self._compiled)
+
+    def self_check(self) -> Iterator[Check]:
+        """The parts of this backend on this device, for `bonsai doctor --full`."""
+        _device().facts()
+        from bonsai.backends.mlx.check import checks  # needs MLX
+
+        yield from checks()
 
 
 def _device() -> ModuleType:

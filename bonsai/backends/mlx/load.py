@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from bonsai import models
 from bonsai.backends import MemoryLimit, Progress, streaming
+from bonsai.backends.mlx.costs import predict
 from bonsai.backends.mlx.device import TYPES, facts, scope
 from bonsai.backends.mlx.ops import MlxOps
 from bonsai.backends.mlx.session import MlxEngine
@@ -47,7 +48,15 @@ def engine(
 
     where = here.name if here.metal else "CPU"
     traced = here.metal if compiled is None else compiled
-    return MlxEngine(model, ops, new_state, f"mlx: {where}, {name}", compiled=traced)
+    predicted = predict(here.name, ops.linear_bytes) if here.metal else None
+    return MlxEngine(
+        model,
+        ops,
+        new_state,
+        f"mlx: {where}, {name}",
+        compiled=traced,
+        prediction=predicted,
+    )
 
 
 def dtype_for(architecture: str, metal: bool) -> str:

@@ -57,6 +57,7 @@ class MlxOps:
     ) -> None:
         self.dtype = dtype
         self.sliced = False
+        self.linear_bytes = 0  # what one token reads, as the device keeps it
         self._release = release
         self._sums = 0
         self._table: Table | None = None
@@ -86,6 +87,7 @@ class MlxOps:
     def linear(self, *matrices: Matrix) -> MlxLinear:
         made = MlxLinear([(self._part(m), m.transform) for m in matrices], self.dtype, self._summed)
         mx.eval(made.arrays)
+        self.linear_bytes += sum(array.nbytes for array in made.arrays)
         mx.clear_cache()  # parts that were joined
         return made
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from bonsai.backends.eager import CHUNK, EagerEngine, EagerSession
+from bonsai.backends.mlx.costs import Prediction
 from bonsai.backends.mlx.device import scope, waiting
 from bonsai.backends.mlx.ops import MlxOps
 from bonsai.backends.mlx.sampler import Recipe, knobs
@@ -31,7 +32,10 @@ CLEARED = 256
 
 
 class MlxEngine(EagerEngine):
-    """A model on MLX arrays. `compiled`: one token is a traced graph, else built for each token."""
+    """A model on MLX arrays. `compiled`: one token is a traced graph, else built for each token.
+
+    `prediction` is what decoding should reach on this device; None where nothing is known.
+    """
 
     def __init__(
         self,
@@ -42,8 +46,10 @@ class MlxEngine(EagerEngine):
         chunk: int = CHUNK,
         *,
         compiled: bool = False,
+        prediction: Prediction | None = None,
     ) -> None:
         super().__init__(model, ops, new_state, description, chunk)
+        self.prediction = prediction
         self.stepper = Stepper(model, ops, compiled=compiled)
 
     def open_session(self, max_context: int, valid_ids: int) -> MlxSession:
