@@ -47,13 +47,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """At most `limit` bytes of memory for the process, while one session of `context` tokens runs.
+    """What may be in use while one session of `context` tokens runs; None is all there is.
 
-    Mapped pages count, but not what the system caches of files by itself and takes back at will.
+    limit            bytes of memory for the process. Mapped pages count, but not what the system
+                     caches of files by itself and takes back at will
+    gpu_limit        bytes of GPU memory, what its driver takes included
+    prefetch_layers  streamed layers that are fetched before they are needed
     """
 
-    limit: int
+    limit: int | None
     context: int
+    gpu_limit: int | None = None
+    prefetch_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +166,8 @@ class Backend(Protocol):
 
         `threads` CPU threads, 1 or more; None is the backend's choice. Where there is nothing to
         choose a number is refused with InvalidRequest. So is a `memory` that is too small, and any
-        where weights cannot come and go; None is all there is. With `memory` the checkpoint must
-        stay open as long as the engine is used.
+        where weights cannot come and go. With a limit the checkpoint must stay open as long as the
+        engine is used.
         """
         ...
 

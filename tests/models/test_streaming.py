@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ import tiny
 from tiny import Tiny
 
 from bonsai import backends
-from bonsai.backends import MemoryLimit, streaming
+from bonsai.backends import MemoryLimit, planner, streaming
+from bonsai.backends.planner import Place
 from bonsai.backends.streaming import StreamedLayers
+from bonsai.config import DeltaSpec, StateSpec
 from bonsai.errors import BackendUnavailable, FormatError, InvalidRequest
 from bonsai.format import Checkpoint
 from bonsai.sampling import Sampling
@@ -33,10 +36,11 @@ PROMPT = [5, 9, 2, 7, 300, 41]
 HUGE = MemoryLimit(1 << 40, 4096)
 
 
-def streamed(backend: str, checkpoint: Checkpoint, stay: int):
+def streamed(backend: str, checkpoint: Checkpoint, stay: int, ahead: int = 1):
     """An engine whose layers come and go, but the first `stay`."""
     engine = backends.get(backend).load(checkpoint)
-    engine.model = streaming.streamed(engine.model, checkpoint, stay)
+    indices = range(stay, engine.model.config.layers)
+    engine.model = streaming.streamed(engine.model, checkpoint, indices, ahead)
     return engine
 
 
@@ -110,7 +114,7 @@ def test_what_is_asked_of_the_system(tmp_path, monkeypatch):
     for verb in ("prefetch", "release"):
         spy(verb)
     with Checkpoint.open(tiny.write(tmp_path / "m", Tiny(layers=3))) as checkpoint:
-        layers = StreamedLayers("abc", checkpoint, 1)
+        layers = StreamedLayers("abc", checkpoint, (1, 2))
         seen = []
         for layer in layers:
             log.append(("compute", f"layers.{layer}"))
@@ -129,7 +133,7 @@ def test_a_layer_is_released_when_its_forward_fails(tmp_path, monkeypatch):
     released: list[str] = []
     with Checkpoint.open(tiny.write(tmp_path / "m", Tiny(layers=3))) as checkpoint:
         monkeypatch.setattr(checkpoint, "release", released.append)
-        passing = iter(StreamedLayers("abc", checkpoint, 0))
+        passing = iter(StreamedLayers("abc", checkpoint, (0, 1, 2)))
         next(passing)
         passing.close()
     assert released and all(name.startswith("layers.0.") for name in released)
@@ -153,30 +157,64 @@ def test_a_file_that_changes_is_an_error_at_the_next_pass(tmp_path, harm):
                 session.prefill(PROMPT)
 
 
+def plan_of(checkpoint: Checkpoint, limit: int | None, context: int = 256, ahead: int = 1):
+    """The plan for a memory in which 1000 bytes are taken, keys and values being fp16."""
+    cfg = planner.read_sizes(checkpoint)
+    place = Place("memory", "--memory-limit", "the disk", {"the program": 1000})
+    memory = MemoryLimit(limit, context, prefetch_layers=ahead)
+    state = planner.kv_bytes(cfg.state, 16, context)
+    return planner.make_plan(checkpoint, cfg, place, limit, memory, state)
+
+
 def test_plans(tmp_path):
     with Checkpoint.open(tiny.write(tmp_path / "m", TWELVE)) as checkpoint:
-        cfg = backends.get("reference").load(checkpoint).model.config
+        cfg = planner.read_sizes(checkpoint)
         layer = sum(
             checkpoint.tensor_bytes(n) for n in checkpoint.names() if n.startswith("layers.3.")
         )
-
-        def plan(limit: int, context: int = 256) -> streaming.Plan:
-            return streaming.make_plan(checkpoint, cfg, MemoryLimit(limit, context), 2, 1000)
-
-        needs = sum(plan(1 << 40).needs.values())
+        plan = partial(plan_of, checkpoint)
+        needs = sum(plan(None).needs.values())
         assert plan(needs + 12 * layer).stay == 12 and not plan(needs + 12 * layer).streams
         assert plan(needs + 12 * layer - 1).stay == 9  # two of the others share the window
+        assert plan(needs + 12 * layer - 1).streamed == (2, 6, 10)
         assert plan(needs + 2 * layer).stay == 0
+        assert plan(needs + 4 * layer - 1, ahead=2).stay == 0
         assert str(plan(needs + 3 * layer)) == "1 of 12 layers stay in memory"
+        for layers in range(2, 14):
+            found = plan(needs + layers * layer)
+            assert found.total <= needs + layers * layer
+            assert found.window_bytes == (2 * layer if found.streams else 0)
+            assert found.resident_bytes + found.streamed_bytes == 12 * layer
         more = 2 * 12 * cfg.kv_heads * cfg.head_dim * 2
-        grown = plan(1 << 40, 4096).needs["a state of 4,096 tokens"]
-        assert grown - plan(1 << 40).needs["a state of 256 tokens"] == more * (4096 - 256)
+        grown = plan(None, 4096).needs["a state of 4,096 tokens"]
+        assert grown - plan(None).needs["a state of 256 tokens"] == more * (4096 - 256)
         with pytest.raises(InvalidRequest) as caught:
             plan(needs + 2 * layer - 1)
+        lines = plan(needs + 4 * layer).lines()
     text = str(caught.value)
-    for part in ("memory_limit is", "two layers", "embedding and head", "256 tokens", "program"):
+    for part in ("memory_limit is", "2 streamed", "embedding and head", "256 tokens", "program"):
         assert part in text
-    assert "MiB, or a smaller --max-context" in caught.value.hint
+    assert "MiB, fewer --prefetch-layers, or a smaller --max-context" in caught.value.hint
+    assert lines[0].startswith("memory: ") and lines[0].endswith("allowed")
+    assert "10 layers from the disk" in lines[-1]
+
+
+def test_bytes_of_a_state():
+    spec = StateSpec(3, 2, 80, DeltaSpec(5, 64, 4, 6, 16, 32))
+    assert planner.kv_bytes(spec, 16, 7) == 2 * 3 * 2 * 7 * 160
+    assert planner.kv_bytes(spec, 8, 7) == 2 * 3 * 2 * 7 * (80 + 6)
+    assert planner.kv_bytes(spec, 4, 7) == 2 * 3 * 2 * 7 * (40 + 6)
+    assert planner.delta_bytes(spec) == 4 * 5 * (3 * 64 + 6 * 16 * 32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_limit_of_gpu_memory_needs_a_gpu(tmp_path, backend):
+    memory = MemoryLimit(None, 64, gpu_limit=6 << 30)
+    with (
+        Checkpoint.open(tiny.write(tmp_path / "m", Tiny())) as checkpoint,
+        pytest.raises(InvalidRequest, match="gpu_memory_limit is 6.00 GiB, but backend"),
+    ):
+        backends.get(backend).load(checkpoint, memory=memory)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-exact", "reference"])

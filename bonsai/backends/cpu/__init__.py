@@ -14,6 +14,7 @@ from types import ModuleType
 from bonsai.backends import MemoryLimit, Progress, streaming
 from bonsai.backends.cpu.quota import quota
 from bonsai.backends.eager import EagerEngine, State
+from bonsai.backends.planner import Plan, refuse_gpu_limit
 from bonsai.errors import BackendUnavailable, InvalidRequest
 from bonsai.format import Checkpoint
 
@@ -34,6 +35,14 @@ class CpuBackend:
     def __init__(self, *, exact: bool = False) -> None:
         self._exact = exact
 
+    @property
+    def _kv_bits(self) -> int:
+        return 32 if self._exact else 16
+
+    def plan(self, checkpoint: Checkpoint, memory: MemoryLimit) -> Plan:
+        """What would lie in memory. Raises InvalidRequest where it does not fit."""
+        return streaming.plan_memory(checkpoint, memory, self._kv_bits)
+
     def status(self) -> str:
         return f"{_isa(_library())}, {_count(usable_cpus(), 'thread')}"
 
@@ -49,6 +58,7 @@ class CpuBackend:
 
         `threads` counts for the whole process; by default the CPUs that it may use.
         """
+        refuse_gpu_limit(memory, self.name)
         native = _library()
         count = usable_cpus() if threads is None else threads
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
@@ -57,8 +67,7 @@ class CpuBackend:
         from bonsai.backends.cpu.ops import CpuOps  # needs the native module
 
         ops = CpuOps(_isa(native), exact=self._exact)
-        width = 4 if self._exact else 2
-        model, note = streaming.load(checkpoint, ops, memory, width, progress)
+        model, note = streaming.load(checkpoint, ops, memory, self._kv_bits, progress)
         spec = model.config.state
 
         def new_state(max_context: int) -> State:

@@ -14,6 +14,7 @@ from bonsai.backends.mlx.device import TYPES, facts, scope
 from bonsai.backends.mlx.ops import MlxOps
 from bonsai.backends.mlx.session import MlxEngine
 from bonsai.backends.mlx.state import MlxState
+from bonsai.backends.planner import refuse_gpu_limit
 from bonsai.errors import InvalidRequest
 from bonsai.format import Checkpoint
 from bonsai.sizes import show_size
@@ -32,9 +33,10 @@ def engine(
     compiled: bool | None,
 ) -> MlxEngine:
     """The weights in MLX's memory; the pages of the files are let go as they are copied."""
+    refuse_gpu_limit(memory, "mlx")
     here = facts()
     name = dtype or dtype_for(checkpoint.architecture, here.metal)
-    if memory is not None:
+    if memory is not None and memory.limit is not None:
         _check_memory(checkpoint, memory, TYPES[name].size)
     with scope():
         ops = MlxOps(TYPES[name], release=checkpoint.release)
@@ -68,12 +70,11 @@ def dtype_for(architecture: str, metal: bool) -> str:
 
 def _check_memory(checkpoint: Checkpoint, memory: MemoryLimit, token_bytes: int) -> None:
     """Raises InvalidRequest where not everything fits: layers cannot come and go here."""
-    cfg = models.architecture(checkpoint.architecture).read_config(checkpoint.config)
-    plan = streaming.make_plan(checkpoint, cfg, memory, token_bytes, streaming.resident_bytes())
+    plan = streaming.plan_memory(checkpoint, memory, 8 * token_bytes)
     if plan.streams:
-        total = sum(plan.needs.values()) + checkpoint.nbytes
+        total = sum(plan.needs.values()) + sum(plan.layers)
         raise InvalidRequest(
-            f"memory_limit is {show_size(memory.limit)}, but backend 'mlx' keeps all layers in "
-            f"memory and needs about {show_size(total)}",
+            f"memory_limit is {show_size(memory.limit or 0)}, but backend 'mlx' keeps all layers "
+            f"in memory and needs about {show_size(total)}",
             hint="--backend cpu lets layers come and go; or a smaller --max-context",
         )

@@ -6,6 +6,7 @@ import numpy as np
 
 from bonsai.backends import MemoryLimit, Progress, streaming
 from bonsai.backends.eager import EagerEngine
+from bonsai.backends.planner import Plan, refuse_gpu_limit
 from bonsai.backends.reference.ops import ReferenceOps
 from bonsai.backends.reference.state import KVState
 from bonsai.errors import InvalidRequest
@@ -22,6 +23,10 @@ class ReferenceBackend:
     def status(self) -> str:
         return f"NumPy {np.__version__}, float32, slow"
 
+    def plan(self, checkpoint: Checkpoint, memory: MemoryLimit) -> Plan:
+        """What would lie in memory. Raises InvalidRequest where it does not fit."""
+        return streaming.plan_memory(checkpoint, memory, 32)
+
     def load(
         self,
         checkpoint: Checkpoint,
@@ -36,8 +41,9 @@ class ReferenceBackend:
                 f"threads is {threads}, but backend 'reference' uses as many as NumPy does",
                 hint="leave --threads out (in Python: threads=None)",
             )
+        refuse_gpu_limit(memory, self.name)
         ops = ReferenceOps()
-        model, note = streaming.load(checkpoint, ops, memory, 4, progress)
+        model, note = streaming.load(checkpoint, ops, memory, 32, progress)
         spec = model.config.state
 
         def new_state(max_context: int) -> KVState:
